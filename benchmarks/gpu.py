@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 import triton
+from gpu_suite.crossover import largest_matrix
 from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, MODULES, NORMALISED, OURS, PUBLIC, SCALE, as_called
 from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured, median_ms, steps
 from suite.harness import program, progress
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan
-from contrastive_zoo.engine.crossover import largest_matrix
 from tools.peer_losses.packages import installed, missing, required
 
 LARGE, MILLION = (65_536, 768), (1_048_576, 512)
@@ -50,7 +50,7 @@ def predictions(ceilings: Ceilings) -> Iterator[str]:
 
 
 def crossover() -> Iterator[str]:
-    """Return the table of ``engine/crossover.py`` and what follows from it; InfoNCE is one direction of CLIP."""
+    """Return the table of ``gpu_suite/crossover.py`` and what follows from it; InfoNCE is one direction of CLIP."""
     plan.SMALL_ON_ACCELERATORS = max(CROSSOVER) ** 2
     table: dict[str, dict[int, tuple[float, ...]]] = {x: {} for x in MODULES if x != "InfoNCE"}
     for loss, n in product(table, CROSSOVER):

@@ -13,8 +13,8 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import cost
 from contrastive_zoo.engine.cost import Cost, UserCode, cost_of
-from contrastive_zoo.engine.plan import Rows, Situation, choose
-from contrastive_zoo.loss_base.loss import CallInputs
+from contrastive_zoo.engine.plan import Needs, Rows, Situation, choose
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.randomness import StateWatch
 from contrastive_zoo.ranks.world import Shards
@@ -22,7 +22,7 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.wrapper.step import FROM_ELSEWHERE
 from tests.counted import Step, counted
-from tests.helpers import drawn
+from tests.helpers import drawn, numbers
 
 pytestmark = pytest.mark.figures
 
@@ -343,3 +343,14 @@ def test_nothing_is_computed() -> None:
     loss = cz.TiCo(embedding_size=16)
     cz.explain(loss, meta(8, 16), meta(8, 16), world_size=4)
     assert not loss.covariance.any()
+
+
+class ListedNeeds(cz.NTXent):
+    def needs(self, inputs: Inputs) -> Needs:
+        return super().needs(inputs)._replace(anchors=[*inputs.rows], candidates=[*inputs.rows])  # type: ignore[arg-type]  # a user's
+
+
+def test_needs_may_list_tensors() -> None:
+    """A user's loss may return lists where this library returns tuples; plans are kept by what they hold."""
+    x, y = numbers(8, 4, seed=0), numbers(8, 4, seed=1)
+    assert torch.equal(ListedNeeds()(x, y), cz.NTXent()(x, y))

@@ -28,8 +28,7 @@ from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
-from contrastive_zoo.wrapper.distributed import LossAttributes
-from contrastive_zoo.wrapper.options import GradReduction
+from contrastive_zoo.wrapper.distributed import GradReduction, LossAttributes
 
 ENCODERS = (SentenceTransformer, SparseEncoder, MultiVectorEncoder)
 # what losses read of an encoder's output; those after the first are a SparseAutoEncoder's

@@ -4,21 +4,20 @@ With sharded weights every rank compares the embeddings of *all* ranks with its 
 are reduced: the target's similarity and the log-sum-exp of the other classes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.precision import at_least_float32, matmul, without_autocast
+from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.ranks.collectives import all_gather
-from contrastive_zoo.ranks.compiling import Function, differentiable_once, inner_graph
 from contrastive_zoo.ranks.row_checks import safe_index
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -104,11 +103,21 @@ class ClassPairs:
     def _over_blocks(
         self, on_block: "OnBlock", z: Tensor, labels: Tensor, weights: Tensor, scale: float | Tensor, *, by_class: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return ``on_block`` of all embeddings; if these need several blocks, the backward pass recomputes each block."""
+        """Return ``on_block`` of all embeddings; of several blocks, the backward pass recomputes each."""
         scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
-        if self.batch.plan.is_plain or len(list(_blocks(z, weights))) < 2:
+        matrix = (len(weights), len(z)) if by_class else (len(z), weights.shape[0] * weights.shape[1])
+        blocks = [*row_blocks(matrix[0], 4 * matrix[1], z.dtype)]  # a block makes several matrices
+        if self.batch.plan.is_plain or len(blocks) < 2:
             return on_block(z, labels, weights, scale)
-        return _OverBlocks.apply(on_block, by_class, labels, z, weights, scale)
+        sizes = [x.stop - x.start for x in blocks]
+        parts: list[tuple[Tensor, Tensor, Tensor]]
+        if by_class:
+            parts = [(z, labels - x.start, part) for x, part in zip(blocks, weights.split(sizes), strict=True)]
+        else:
+            parts = [(*part, weights) for part in zip(z.split(sizes), labels.split(sizes), strict=True)]
+        again = partial(checkpoint, on_block, use_reentrant=False, preserve_rng_state=False)
+        first, second = zip(*(again(*part, scale) for part in parts), strict=True)
+        return torch.cat(first), torch.cat(second)
 
     @cached_property
     def embeddings(self) -> Float[Tensor, "n d"]:
@@ -161,45 +170,3 @@ def _similarities(rows: Tensor, centres: Tensor) -> Tensor:
 
 OnBlock = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function from a block of embeddings, their labels, all weights and the scale to two results."""
-
-
-def _blocks(z: Tensor, weights: Tensor) -> Iterator[slice]:
-    return row_blocks(len(z), 4 * weights.shape[0] * weights.shape[1], z.dtype)  # a block makes several matrices
-
-
-class _OverBlocks(Function):
-    @staticmethod
-    @without_autocast
-    def forward(
-        ctx: Any, on_block: OnBlock, by_class: bool, labels: Tensor, z: Tensor, weights: Tensor, scale: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.on_block, ctx.by_class = on_block, by_class
-        totals = z.new_full((2, len(weights) if by_class else len(z)), -torch.inf)
-        for rows in _blocks(z, weights):
-            results = torch.stack(on_block(z[rows], labels[rows], weights, scale))
-            if by_class:
-                torch.logaddexp(totals, results, out=totals)
-            else:
-                totals[:, rows] = results
-        ctx.save_for_backward(labels, z, weights, scale, *([totals] if by_class else []))
-        return tuple(x.clone() for x in totals)
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, *g: Tensor) -> Any:
-        saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at the first access and refuses a second
-        inputs, totals = saved[:4], saved[4:]
-        labels, z, weights, scale = (x.detach() for x in inputs)
-        dz, dweights, dscale = (torch.zeros_like(x) for x in (z, weights, scale))
-        for rows in _blocks(z, weights):
-            with inner_graph():
-                leaves = [x.detach().requires_grad_() for x in (z[rows], weights, scale)]
-                results = ctx.on_block(leaves[0], labels[rows], *leaves[1:])
-            if ctx.by_class:
-                incoming = [h * (x.detach() - y).exp() for h, x, y in zip(g, results, *totals, strict=True)]
-            else:
-                incoming = [x[rows] for x in g]
-            dz[rows], by_weights, by_scale = torch.autograd.grad(results, leaves, incoming)
-            dweights += by_weights
-            dscale += by_scale
-        return None, None, None, *(differentiable_once(gradient, *inputs[1:]) for gradient in (dz, dweights, dscale))

@@ -431,7 +431,7 @@ class Classes(NamedTuple):
         at_once = of.anchors <= height
         matrix = min(height, of.anchors) * self.centers * of.wide
         to.flop += 2 * of.width * of.anchors * self.centers * (3 if at_once else 4)
-        kept, later = (3, 4) if at_once else (0, 7)
+        kept, later = (3, 4) if at_once else (0, 6)
         to.hold(2 * weights + kept * matrix, backward=2 * weights + 2 * rows + later * matrix)
 
 

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.crossover import LARGEST_MATRIX
 from contrastive_zoo.ranks.devices import float32_matmuls
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
@@ -45,6 +44,10 @@ is_dense: Callable[[], bool] = _dense.get
 
 
 Implementation = Literal["auto", "torch", "triton"]
+
+LARGEST_MATRIX = 3732
+"""Embeddings of a side up to which operations on the whole matrix are quicker than kernels on an H100: the point where the
+times cross that ``python benchmarks/gpu.py --crossover`` measures."""
 
 # what kernels support
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

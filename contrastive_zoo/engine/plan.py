@@ -7,8 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from contrastive_zoo.engine.crossover import LARGEST_MATRIX
-from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels
+from contrastive_zoo.engine.implementation import LARGEST_MATRIX, NO_KERNELS, Kernels
 from contrastive_zoo.ranks.world import Shards
 
 Engine = Literal["softmax", "sigmoid", "rows", "classes", "tokens", "statistics", "sum", "other"]
@@ -43,6 +42,9 @@ class Needs(NamedTuple):
     no_kernel: str | None = "has no kernel for this loss"  # why no Triton kernel computes the call
     one_operator: bool = False  # whether one operator computes value and gradients of a small batch
     members: tuple["Needs", ...] = ()  # of a sum of losses
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # a user may pass lists
 
 
 NO_NEEDS = Needs()

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.compat import default_group, group_of_one, messages_of, next_node, unpacking_in
 from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked, uncompiled
-from contrastive_zoo.ranks.group_state import STATES
-from contrastive_zoo.ranks.messages import state_of
+from contrastive_zoo.ranks.messages import STATES, state_of
 from contrastive_zoo.ranks.world import World
 
 if not dist.is_initialized():

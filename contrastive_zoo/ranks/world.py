@@ -17,8 +17,7 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
-from contrastive_zoo.ranks.group_state import STATES, GroupState
-from contrastive_zoo.ranks.messages import lost, started, state_of
+from contrastive_zoo.ranks.messages import STATES, GroupState, lost, started, state_of
 from contrastive_zoo.ranks.row_checks import is_integer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tools.pages import ROOT
 
 PACKAGE = ROOT / "contrastive_zoo"
 MODULES = (
-    "engine/*.py", "ranks/adjoints.py", "ranks/collectives.py", "ranks/group_state.py", "ranks/handshake.py",
+    "engine/*.py", "ranks/adjoints.py", "ranks/collectives.py", "ranks/handshake.py",
     "ranks/transport.py", "wrapper/distributed.py", "wrapper/step.py",
 )  # fmt: skip
 """The modules that are mutated, relative to the package."""

@@ -11,7 +11,8 @@ H100: Mapping[str, Times] = {
     "SigLIP": {1024: (1.41, 0.77), 2048: (1.44, 0.59), 16_384: (2.53, 10.3)},
     "NT-Xent": {1024: (1.88, 0.79), 2048: (1.44, 1.10), 16_384: (3.30, 6.41)},
 }
-"""A step in bfloat16, d = 768; ``python benchmarks/gpu.py --crossover`` measures such a table and prints it."""
+"""A step in bfloat16, d = 768; ``python benchmarks/gpu.py --crossover`` measures such a table.
+``LARGEST_MATRIX`` of ``engine/implementation.py`` follows from it."""
 
 
 def largest_matrix(by_loss: Mapping[str, Times]) -> int:
@@ -29,7 +30,3 @@ def _crossing(times: Times) -> int:
         return gains[last][0]
     (n, above), (m, below) = gains[last : last + 2]
     return int(n * (m / n) ** (above / (above - below)))
-
-
-LARGEST_MATRIX = largest_matrix(H100)
-"""What decides between the two on an accelerator."""
