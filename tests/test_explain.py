@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import cost
-from contrastive_zoo.engine.cost import Cost, UserCode, cost_of
+from contrastive_zoo.engine.cost import UserCode, cost_of
+from contrastive_zoo.engine.ledger import Cost, Ledger
 from contrastive_zoo.engine.plan import Needs, Rows, Situation, choose
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.loss_modules import LossModules
@@ -261,8 +261,8 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_formula_fails(name: str) -> None:
     method, change = MUTANTS[name]
-    real = getattr(cost.Ledger, method)
-    with patch.object(cost.Ledger, method, functools.partialmethod(functools.partial(_changed, change, real))):
+    real = getattr(Ledger, method)
+    with patch.object(Ledger, method, functools.partialmethod(functools.partial(_changed, change, real))):
         assert any(
             _differs(x, ring) for x in ("a sum", "no unit length", "towers of 64 bits") for ring in (False, True)
         )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockLoss, RowwiseSweep, start_count
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor
-from contrastive_zoo.engine.cost import Blocks, Names, Stored
+from contrastive_zoo.engine.cost import Blocks
+from contrastive_zoo.engine.ledger import Names, Stored
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast

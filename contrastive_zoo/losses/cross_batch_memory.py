@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Gathered, Member, Pairs, Stored, Summed
+from contrastive_zoo.engine.cost import Entry, Gathered, Member, Pairs, Summed
+from contrastive_zoo.engine.ledger import Stored
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import blocks_of, reduce_rows
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss

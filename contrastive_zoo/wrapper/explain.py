@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from contrastive_zoo.engine.cost import EMBEDDINGS, Cost, Entry, UserCode, cost_of
+from contrastive_zoo.engine.cost import Entry, UserCode, cost_of
 from contrastive_zoo.engine.implementation import LARGEST_WIDTH, Kernels, problem_of
+from contrastive_zoo.engine.ledger import EMBEDDINGS, Cost
 from contrastive_zoo.engine.plan import Needs, Plan, Rows, Situation, choose
 from contrastive_zoo.engine.tiling import memory_budget
 from contrastive_zoo.loss_base.loss import CallInputs, Loss

@@ -1,7 +1,7 @@
 """Torch's join context for ranks that run out of batches: a loss within it would wait for ever, so it is refused."""
 
 import functools
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -22,21 +22,16 @@ def join_problem() -> str | None:
 @functools.cache
 def watch_joins() -> None:
     """Let torch's join context, which tells DDP modules only, tell of its entry, from the first wrapper on."""
-    if not dist.is_available():
-        return
-    from torch.distributed.algorithms.join import Join  # imported here: torch may be built without distributed
+    if dist.is_available():
+        from torch.distributed.algorithms.join import Join  # imported here: torch may be built without distributed
 
-    enter, leave = Join.__enter__, Join.__exit__
+        Join.__enter__, Join.__exit__ = _counted(Join.__enter__, 1), _counted(Join.__exit__, 0)  # type: ignore[method-assign]  # torch has no hook for it
 
-    @functools.wraps(enter)
-    def entered(self: Any) -> Any:
-        JOINED.append(self)
-        return enter(self)
 
-    @functools.wraps(leave)
-    def left(self: Any, *error: Any) -> Any:
-        with suppress(ValueError):  # the first wrapper was made inside of the context
-            JOINED.remove(self)
-        return leave(self, *error)
+def _counted(method: Callable[..., Any], held: int) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(self: Any, *args: Any) -> Any:
+        JOINED[:] = [x for x in JOINED if x is not self] + [self] * held
+        return method(self, *args)
 
-    Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]  # torch has no hook for it
+    return counted
