@@ -16,8 +16,8 @@ from contrastive_zoo.ranks import collectives as collectives
 from contrastive_zoo.ranks.messages import CommunicationError as CommunicationError
 from contrastive_zoo.ranks.world import World as World
 from contrastive_zoo.wrapper.averaging import average_gradients as average_gradients
+from contrastive_zoo.wrapper.averaging import parameter_groups as parameter_groups
 from contrastive_zoo.wrapper.distributed import DistributedLoss as DistributedLoss
 from contrastive_zoo.wrapper.explain import explain as explain
 from contrastive_zoo.wrapper.grad_cache import GradCache as GradCache
 from contrastive_zoo.wrapper.grad_cache import cached_step as cached_step
-from contrastive_zoo.wrapper.parameter_groups import parameter_groups as parameter_groups

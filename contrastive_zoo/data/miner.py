@@ -17,8 +17,7 @@ from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.transport import payload_of
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
-from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
-from contrastive_zoo.wrapper.wrapped import unwrapped_miner
+from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem, unwrapped_miner
 
 # private attributes of pytorch-metric-learning's miners that list what record-keeper writes
 _RECORDED = ("_record_these", "_record_these_stats")

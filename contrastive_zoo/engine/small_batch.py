@@ -72,7 +72,8 @@ def _computed(
     how = _How(scale, terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled())
     if a.is_cpu and not torch.is_autocast_enabled("cpu"):  # a context takes as long as a matmul here
         return _SmallBatch.apply(a, b, temperature, bias, how)
-    with torch.autocast(a.device.type, enabled=False), matmul_rounding(a.dtype, a.device.type):
+    rounding = None if a.is_cpu else a.dtype  # there matmuls take unit embeddings, which are not rounded
+    with torch.autocast(a.device.type, enabled=False), matmul_rounding(rounding, a.device.type):
         return _SmallBatch.apply(a, b, temperature, bias, how)
 
 

@@ -88,10 +88,7 @@ def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, 
 
 def _owner(samples: str, shapes: Mapping[str, Shapes]) -> str:
     """Return the argument that says how many samples of this kind a call has: the first one."""
-    for name, allowed in shapes.items():
-        if allowed and allowed[0].dims[0] == samples:
-            return name
-    raise AssertionError(f"no argument has the dimension {samples}")
+    return next(name for name, allowed in shapes.items() if allowed and allowed[0].dims[0] == samples)
 
 
 def _labels_problem(name: str, x: Tensor, allowed: Shapes, first: _First) -> str | None:

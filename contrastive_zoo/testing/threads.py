@@ -36,13 +36,13 @@ from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Message
 from contrastive_zoo.testing.stacks import Where, locate
 from contrastive_zoo.testing.thread_group import BACKEND, Collective, threads_are_ranks
-from contrastive_zoo.wrapper import call_history, joins
+from contrastive_zoo.wrapper import call_history
 
 MOST_RANKS = 64
 ENDING = 1.0  # seconds for a rank that ends before its job
 LOOK = 0.5  # seconds after which Ctrl-C is heard
 _SPLITTING: Any = splitting(always=True)
-_COUNTED: list[tuple[Any, str]] = [(call_history, "_made"), (joins, "JOINED")]
+_COUNTED: list[tuple[Any, str]] = [(call_history, "_made"), (call_history, "JOINED")]
 _PATCHED: list[tuple[Any, str]] = [
     *((warnings, name) for name in ("filters", "showwarning", "_showwarnmsg_impl")),
     (torch.nn.Module, "_call_impl"),

@@ -1,4 +1,4 @@
-"""What a DistributedLoss remembers from one call to the next, and what it tells the next handshake."""
+"""What a DistributedLoss remembers from call to call, what it tells the next handshake, and torch's join contexts."""
 
 import functools
 import itertools
@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -143,3 +144,35 @@ def _finite_problem(names: Sequence[str], finite: Sequence[float]) -> str | None
         f"{', '.join(bad)} held NaN or infinite values. Look for a diverged encoder, a division by a zero norm or an "
         "overflow in half precision; check_finite=False lets them through."
     )
+
+
+JOINED: list[Any] = []  # the contexts that this process is in
+
+
+def join_problem() -> str | None:
+    return _JOIN_IS_ACTIVE if any(context._enable for context in JOINED) else None
+
+
+@functools.cache
+def watch_joins() -> None:
+    """Let torch's join context, in which a loss would wait for ever, tell of its entry, from the first wrapper on."""
+    if dist.is_available():
+        from torch.distributed.algorithms.join import Join  # imported here: torch may be built without distributed
+
+        Join.__enter__, Join.__exit__ = _counted(Join.__enter__, 1), _counted(Join.__exit__, 0)  # type: ignore[method-assign]  # torch has no hook for it
+
+
+def _counted(method: Callable[..., Any], held: int) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(self: Any, *args: Any) -> Any:
+        JOINED[:] = [x for x in JOINED if x is not self] + [self] * held
+        return method(self, *args)
+
+    return counted
+
+
+_JOIN_IS_ACTIVE = (
+    "DDP's join() is active. A rank that has run out of batches answers DDP's messages there, but not the loss's, and the "
+    "others would wait for it. Leave join() out (with Accelerate: join_uneven_inputs), and give all ranks equally many "
+    "batches, the last ones empty: GlobalBatchSampler does."
+)

@@ -19,12 +19,10 @@ from contrastive_zoo.ranks.row_checks import flag_problem, word_problem
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
-from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
-from contrastive_zoo.wrapper.joins import watch_joins
-from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
+from contrastive_zoo.wrapper.call_history import CallHistory, looking_later, watch_joins
+from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature, unwrapped, unwrapped_miner
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep, compared_options
-from contrastive_zoo.wrapper.wrapped import unwrapped, unwrapped_miner
 
 R = TypeVar("R", default=Any)  # what the loss returns
 GradReduction = Literal["mean", "sum"]
@@ -259,12 +257,10 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
 
 def refuse_bad_options(grad_reduction: str, **flags: object) -> None:
-    if word_problem("grad_reduction", grad_reduction, GradReduction):
-        raise ValueError(
-            f"DistributedLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
-            f"{grad_reduction!r}. DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
-        )
-    if problem := flag_problem(**flags):
+    problem = word_problem("grad_reduction", grad_reduction, GradReduction)
+    if problem is not None:
+        problem = f"{problem} DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
+    if problem := problem or flag_problem(**flags):
         raise ValueError(f"DistributedLoss: {problem}")
 
 

@@ -31,8 +31,7 @@ from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_
 from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
 from contrastive_zoo.ranks.world import Shards
-from contrastive_zoo.wrapper.call_history import CallHistory
-from contrastive_zoo.wrapper.joins import JOINED, join_problem
+from contrastive_zoo.wrapper.call_history import JOINED, CallHistory, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem, row_numbers_problem
 
@@ -346,7 +345,7 @@ class ThirdPartyStep(DistributedStep):
 
     def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
         self.refuse_arguments(agreed, equal)
-        return _plan_from_elsewhere(self.session.size, agreed.payload is not None)
+        return choose("", FROM_ELSEWHERE, Situation(self.session.size, payload=agreed.payload is not None))
 
     def value(self, agreed: Agreed, plan: Plan) -> Any:
         call, session = self.call, self.session
@@ -359,11 +358,6 @@ class ThirdPartyStep(DistributedStep):
 
 FROM_ELSEWHERE = Needs(whole="the loss compares samples in a way of its own: each rank computes all of it")
 """What a third-party loss asks of a plan, and one of this library with a ``forward`` of its own or hooks."""
-
-
-@functools.cache
-def _plan_from_elsewhere(world_size: int, payload: bool) -> Plan:
-    return choose("", FROM_ELSEWHERE, Situation(world_size, payload=payload))
 
 
 _EQUAL_AGAIN = (
