@@ -338,9 +338,7 @@ class Check(NamedTuple):
             return None
         if self.bounds is not None:
             return self.bounds.problem(name, value)
-        if self.kind is bool:
-            return flag_problem(**{name: value})
-        return word_problem(name, value, self.kind)
+        return flag_problem(**{name: value}) if self.kind is bool else word_problem(name, value, self.kind)
 
 
 def _show_settings(cls: Any) -> None:
@@ -388,8 +386,7 @@ def _check_of(hint: Any) -> Check | None:
 
 def _of_class(hint: Any) -> bool:
     """Return whether an annotation, maybe a text, is a ClassVar."""
-    is_text = isinstance(hint, str)
-    return hint.startswith(("ClassVar", "typing.ClassVar")) if is_text else typing.get_origin(hint) is ClassVar
+    return str(hint).startswith(("ClassVar", "typing.ClassVar"))
 
 
 def _module_problem(name: str, module: nn.Module) -> str | None:
