@@ -72,8 +72,9 @@ types: .venv/.installed
 	$(INSTALL) -e '.[examples]'
 	touch $@
 
-# the trainers of the development set on CPU, compared with one process
+# the recipes of the trainers on CPU, compared with one process; then other set-ups of them, and mistakes
 examples: .venv/.installed
+	$(BIN)/python -m pytest -q tests/test_tutorial.py
 	$(BIN)/python -W ignore -m examples
 
 # every part of a page that a program writes, but for times and bytes, which `make bench` measures

@@ -4,11 +4,9 @@ Each set-up runs in new processes with the environment variables that torchrun s
 """
 
 import importlib
-import logging
 import multiprocessing as mp
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -24,18 +22,11 @@ from examples.setup import Deviation, Setup, measured
 EXAMPLES = (
     "ddp",
     "amp",
-    "fsdp",
-    "hsdp",
-    "gradient_cache",
-    "tensor_parallel",
-    "zero",
-    "checkpoint",
     "huggingface",
     "accelerate_loop",
     "lightning_module",
     "fabric",
     "sentence_transformers_trainer",
-    "deepspeed_engine",
     "mistakes",
     "huggingface_mistakes",
     "lightning_mistakes",
@@ -84,8 +75,6 @@ def recipe_of(example: str) -> str:
 def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:
     """Run all set-ups of the examples, one after another; an example whose library is not installed is skipped."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    # DeepSpeed compiles an operator, and waits for ever for one that a killed process was compiling
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp())
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["examples.run", *(f"examples.{x}" for x in examples)])
     for example in examples:
@@ -120,8 +109,6 @@ def _process(rank: int, example: str, index: int, world_size: int, port: int, qu
     """Set the variables of torchrun, run the set-up, and send its deviation or the text of its error."""
     os.environ |= environment(rank, world_size, port)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo reports every connection
-    slow_gathers = logging.getLogger("torch.distributed.tensor._redistribute")  # of 2-d shards
-    slow_gathers.setLevel(logging.ERROR)
     try:
         queue.put(measured(setups(example)[index]))
     except BaseException as error:

@@ -1,25 +1,17 @@
 """Run all examples and write the pages on trainers: ``python -m tools.trainers_page``.
 
-Writes into each page docs/pages/trainers/<example>.md the example itself and the tables of its set-ups. Exits with 1 if a
+Writes into each page docs/pages/trainers/<example>.md the tables of its set-ups. Exits with 1 if a
 right set-up exceeds its bound or a mistake goes unnoticed.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from examples.run import EXAMPLES, Outcome, measure, recipe_of
-from tools.pages import PAGES, ROOT, fill, table
+from tools.pages import PAGES, fill, table
 
 _RIGHT = ("set-up", "encoder", "loss parameters", "processes", "bound")
 _WRONG = ("mistake", "encoder", "loss parameters", "what happens", "fix")
-
-
-def listing(example: str) -> str:
-    path = Path("examples") / f"{example}.py"
-    source = (ROOT / path).read_text(encoding="utf-8").rstrip()
-    return f'```python title="{path.as_posix()}"\n{source}\n```'
 
 
 def right_table(outcomes: Iterable[Outcome]) -> str:
@@ -54,15 +46,7 @@ def write_tables(outcomes: Sequence[Outcome]) -> None:
             fill(path, {"deviations": deviations})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.trainers_page", description=__doc__)
-    parser.add_argument("--listings", action="store_true", help="write the listings only; run nothing")
-    given = parser.parse_args(arguments)
-    for path, example in ((PAGES / "trainers" / f"{example}.md", example) for example in EXAMPLES):
-        if path.exists():
-            fill(path, {"example": listing(example)})
-    if given.listings:
-        return 0
+def main() -> int:
     outcomes = []
     for outcome in measure():
         print(f"{outcome.example:<16} {outcome.setup.name:<56} {outcome.text}", flush=True)

@@ -3,48 +3,27 @@
 import re
 
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
+from tools.loss_pages import by_class, path_of
 from tools.pages import PAGES, fill
 
 
-def reference_page(family: str) -> str:
-    """Return the page of the reference that has the losses of a family.
-
-    Examples:
-        >>> reference_page("sigmoid over pairs")
-        'reference/losses-sigmoid-over-pairs.md'
-    """
-    return f"reference/losses-{family.replace(' ', '-')}.md"
-
-
 def with_losses(markdown: str) -> str:
-    r"""Return a page of the reference with the losses of a family in place of a comment that names it.
+    """Return a page of the reference with the losses of a family in place of a comment that names it.
 
     Examples:
-        >>> print(with_losses("<!-- losses: sigmoid over pairs -->").split("\n\n:::")[0].strip())
-        ::: contrastive_zoo.SigLIP
-            options: { members: false }
-        <BLANKLINE>
-        - Cost: rows: 3 GEMM
-        - On the command line: `siglip`
-        - Elsewhere: open_clip SigLipLoss
+        >>> print(with_losses("<!-- losses: sigmoid over pairs -->").split("\\n")[0].partition(":")[0])
+        - [SigLIP](losses/SigLIP.md)
     """
 
     def listed(comment: re.Match[str]) -> str:
-        entries: dict[str, Entry] = {}
-        for entry in (x for x in CATALOGUE.values() if x.family == comment[1]):
-            entries.setdefault(entry.cls, entry)
-        return "\n\n".join(map(_in_reference, entries.values()))
+        entries = [x[0] for x in by_class().values() if x[0].family == comment[1]]
+        return "\n".join(f"- [{x.cls}]({path_of(x.cls).removeprefix('reference/')}): {_summary(x)}" for x in entries)
 
     return re.sub(r"^<!-- losses: ([\w ]+) -->$", listed, markdown, flags=re.MULTILINE)
 
 
-def _in_reference(entry: Entry) -> str:
-    return f"""::: contrastive_zoo.{entry.cls}
-    options: {{ members: false }}
-
-- Cost: {entry.engine}
-- On the command line: `{entry.name}`
-""" + (f"- Elsewhere: {entry.peers}\n" if entry.peers else "")
+def _summary(entry: Entry) -> str:
+    return entry.summary.removeprefix("Compute ").rstrip(".").replace("``", "`")
 
 
 def as_markdown() -> str:
@@ -52,14 +31,13 @@ def as_markdown() -> str:
 
     Examples:
         >>> as_markdown().splitlines()[2].partition("{")[0]
-        '- [NTXent](reference/losses-softmax-over-pairs.md#contrastive_zoo.NTXent)'
+        '- [NTXent](reference/losses/NTXent.md)'
     """
     lines: dict[str, dict[str, str]] = {}
     for entry in CATALOGUE.values():
-        link = f"[{entry.cls}]({reference_page(entry.family)}#contrastive_zoo.{entry.cls}){{ #{entry.cls.lower()} }}"
-        summary = entry.summary.removeprefix("Compute ").rstrip(".").replace("``", "`")
+        link = f"[{entry.cls}]({path_of(entry.cls)}){{ #{entry.cls.lower()} }}"
         peers = f" ({entry.peers})" if entry.peers else ""
-        lines.setdefault(entry.family, {}).setdefault(entry.cls, f"- {link}: {summary}{peers}")
+        lines.setdefault(entry.family, {}).setdefault(entry.cls, f"- {link}: {_summary(entry)}{peers}")
     return "\n\n".join(f"### {x.capitalize()}\n\n" + "\n".join(of.values()) for x, of in lines.items())
 
 
