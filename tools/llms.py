@@ -35,4 +35,4 @@ def first_sentence(markdown: str) -> str:
     """
     paragraphs = _META.sub("", markdown).split("\n\n")
     text = next((x for x in paragraphs if x.strip() and not x.lstrip().startswith(("#", "`", "<", "|", "!"))), "")
-    return re.match(r"(?:.(?!(?<=[.?!]) ))*.?", " ".join(text.split()))[0].strip()
+    return re.split(r"(?<=[.?!]) ", " ".join(text.split()), maxsplit=1)[0]

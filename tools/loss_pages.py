@@ -119,7 +119,7 @@ def trajectory(entry: Entry, groups: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             for x, gradient in zip([points, *loss.parameters()], gradients, strict=True):
                 if gradient is not None:
-                    x -= 0.1 * (1 - step / STEPS) * gradient / gradient.norm(dim=-1).max().clamp(min=1e-6)
+                    x.sub_(0.1 * (1 - step / STEPS) * gradient / gradient.norm(dim=-1).max().clamp(min=1e-6))
     return before, points.detach()
 
 
