@@ -20,10 +20,10 @@ else:
             return [*(x for x in public if x[0].isalpha()), "__version__"]
         if name in public:
             return globals().setdefault(name, public[name])
-        from contrastive_zoo.ranks.suggestions import did_you_mean
+        from contrastive_zoo.ranks.suggestions import missing
 
-        hint = did_you_mean(name, __dir__())
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (hint and f".{hint}"))
+        rooms = (f"{room}.{x}" for room in ("data", "metrics") for x in getattr(public.get(room), "__all__", ()))
+        return missing(__name__, [*rooms, *__dir__()])(name)
 
     def __dir__():
         return sorted(__getattr__("__all__"))

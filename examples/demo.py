@@ -98,7 +98,7 @@ def demo(
 
 
 def recall(rows: Tensor) -> float:
-    return cz.metrics.recall_at_k(rows, labels=images()[1][TRAINED:], process_group=cz.World())
+    return cz.metrics.hit_rate_at_k(rows, labels=images()[1][TRAINED:], process_group=cz.World())
 
 
 def draw(title: str, one: Result, several: Result, recalls: Sequence[float], path: Path) -> None:

@@ -178,7 +178,7 @@ def encoded(encoder: nn.Module, patches: Tensor) -> Tensor:
 
 def recall(encoder: nn.Module, pairs: Pairs) -> float:
     """Return the share of left patches whose nearest right patch is the right one; each rank encodes a part."""
-    return cz.metrics.recall_at_k(encoded(encoder, pairs.left), encoded(encoder, pairs.right))
+    return cz.metrics.hit_rate_at_k(encoded(encoder, pairs.left), encoded(encoder, pairs.right))
 
 
 def print_table(stereo: Stereo, runs: dict[str, list[Result]]) -> None:

@@ -106,7 +106,9 @@ def later(loss: Any, **settings: Any) -> Any:
     return loss
 
 
-def error_message(job: Callable[[], Any], kind: type[BaseException] = ValueError) -> str | None:
+def error_message(
+    job: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...] = ValueError
+) -> str | None:
     try:
         job()
     except kind as error:

@@ -44,7 +44,7 @@ def searched(put: Put) -> Any:
         tuple(metrics.top_k(a, k=2, excluded=first)),
         metrics.evaluate(a, labels=labels, metrics=["map", "knn_accuracy@3"]),
         metrics.evaluate(a, labels=put(labels)),
-        metrics.recall_at_k(a, b, k=2),
+        metrics.hit_rate_at_k(a, b, k=2),
         metrics.cross_modal_recall(a, b, k=[1, 2]),
         tuple(metrics.top_k(a, b, k=2, index=metrics.ApproximateIndex("IVF2,Flat"))),
     ]

@@ -216,7 +216,7 @@ def by_hand() -> dict[str, Target]:
         ),
         "ApproximateIndex": Target(metrics.ApproximateIndex, {"factory": "Flat", "parameters": ""}),
         "evaluate": of(metrics.evaluate, **ROWS, labels=LABELS),
-        "recall_at_k": of(metrics.recall_at_k, **ROWS, k=1, labels=LABELS),
+        "hit_rate_at_k": of(metrics.hit_rate_at_k, **ROWS, k=1, labels=LABELS),
         "top_k": of(metrics.top_k, **ROWS, k=1),
         "cross_modal_recall": of(metrics.cross_modal_recall, first=Z, second=Z.flip(0), k=[1]),
         "paired_bootstrap": of(metrics.paired_bootstrap, first=SHARES, second=SHARES, resamples=9),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.ranks import suggestions
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
 from tests.test_one_process import Gather, with_dist_nn, with_functional_collectives
@@ -40,9 +40,9 @@ WRAPPED = cz.NTXent, HoldsALoss, lambda: lambda view1, view2: cz.NTXent()(view1,
 def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
     def job() -> tuple[list[tuple[str, str]], list[Tensor]]:
         rows, whole = z(4 + dist.get_rank()), torch.cat([z(4, 0), z(5, 1)]).detach()
-        Loss._warned_about_local_negatives = True
+        suggestions.ASKED.add("local negatives")
         expected = cz.NTXent()(whole, whole)
-        Loss._warned_about_local_negatives = False
+        suggestions.ASKED.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for make in WRAPPED:
@@ -75,7 +75,7 @@ GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def warnings_of(gather: Callable[[Tensor], Tensor]) -> int:
-    Loss._warned_about_local_negatives = False
+    suggestions.ASKED.clear()
     rows = gather(z().tanh()).chunk(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -4,7 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+
+from contrastive_zoo.ranks.suggestions import needed
+
+with needed("contrastive_zoo.adapters.huggingface", "transformers[torch]>=4.50"):
+    from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # the mixin uses the attributes and methods of the Trainer after it

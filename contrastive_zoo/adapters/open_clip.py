@@ -15,6 +15,8 @@ from contrastive_zoo.losses.info_nce import Clip
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
+_OF_OPEN_CLIP = ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod", "dist_impl")
+
 Losses = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
@@ -46,6 +48,10 @@ class ClipLoss(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
+        if theirs := [name for name in _OF_OPEN_CLIP if name in options]:
+            name = type(self).__name__
+            fix = f"Leave them out, {name}(): every rank computes its own pairs against those of all ranks"
+            raise TypeError(f"{name}: {', '.join(theirs)} are open_clip's options. {fix}.")
         self.contrastive = DistributedLoss(self.make(), **options)
 
     def forward(

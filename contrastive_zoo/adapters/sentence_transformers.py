@@ -12,11 +12,6 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
-from sentence_transformers.base.losses.gradcache import uses_gradient_cache
-from sentence_transformers.base.losses.merged_forward import column_merging_disabled
-from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, DenoisingAutoEncoderLoss
-from sentence_transformers.util import cat_padded_token_embeddings
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -27,8 +22,16 @@ from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
+from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.distributed import GradReduction, LossAttributes
+
+with needed("contrastive_zoo.adapters.sentence_transformers", "sentence-transformers[train]>=6"):
+    from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+    from sentence_transformers.base.losses.gradcache import uses_gradient_cache
+    from sentence_transformers.base.losses.merged_forward import column_merging_disabled
+    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, DenoisingAutoEncoderLoss
+    from sentence_transformers.util import cat_padded_token_embeddings
 
 ENCODERS = (SentenceTransformer, SparseEncoder, MultiVectorEncoder)
 # what losses read of an encoder's output; those after the first are a SparseAutoEncoder's

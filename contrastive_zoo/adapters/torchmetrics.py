@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torchmetrics
 from torch import Tensor
 
 from contrastive_zoo.metrics.retrieval import STATES, RetrievalMetrics
+from contrastive_zoo.ranks.suggestions import needed
+
+with needed("contrastive_zoo.adapters.torchmetrics", "torchmetrics>=1.6"):
+    import torchmetrics
 
 
 class RetrievalMetric(RetrievalMetrics, torchmetrics.Metric):  # type: ignore[misc]  # both merge states and forward batches

@@ -6,6 +6,7 @@ from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
 from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.data.mining import mine_hard_negatives
+from contrastive_zoo.ranks.suggestions import missing
 from contrastive_zoo.wrapper.token_chunks import token_chunks
 
 __all__ = [
@@ -21,3 +22,5 @@ __all__ = [
     "mine_hard_negatives",
     "token_chunks",
 ]
+
+__getattr__ = missing(__name__, __all__)

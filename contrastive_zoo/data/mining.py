@@ -177,7 +177,7 @@ class Mining:
     def problem(self) -> str | None:
         problem = flag_problem(progress=self.progress)
         if problem is None and self.progress and find_spec("tqdm") is None:
-            problem = "progress=True needs tqdm, which is not installed: pip install contrastive_zoo[mining]."
+            problem = "progress=True needs tqdm, which is not installed: pip install 'contrastive_zoo[mining]'."
         problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)
         if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
             return problem

@@ -154,6 +154,11 @@ class Batch:
                 return x.gathered()
         return gather_rows(rows, self.samples if shards is None else shards, self.world)
 
+    def note_labels(self, labels: Tensor) -> None:
+        """Let the wrapper see the labels of all ranks: it looks whether any two samples share one."""
+        if isinstance(self.world, Session):
+            self.world.findings.labels = labels
+
     def gather_with_gradient(self, rows: Tensor) -> Tensor:
         """Return the embeddings of all ranks, from which every rank computes the same: each gets the gradient of its own."""
         return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)

@@ -1,6 +1,5 @@
 """Choose what computes losses: plain autograd, engines of torch operations, or Triton kernels."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -161,12 +160,3 @@ def problem_of(rows: Tensor) -> str | None:
     if not 1 <= rows.shape[-1] <= LARGEST_WIDTH:
         return f"takes embeddings of 1 to {LARGEST_WIDTH} features, got {rows.shape[-1]}"
     return None
-
-
-def warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=4)
-
-
-_warned: set[str] = set()

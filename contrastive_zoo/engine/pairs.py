@@ -245,7 +245,10 @@ class LabelledPairs(_Pairs):
     def sums(self) -> tuple[Float[Tensor, " a"], Float[Tensor, " a"], Int[Tensor, " a"]]:
         """Return log-sum-exps of all others but an anchor's only positive, means of positives' logits, and their numbers."""
         batch, z, shards = self.batch, self.embeddings, self.batch.samples.times(self.views)
-        class_index, counts = class_numbers(batch.gather_detached(self.ids, shards))
+        all_ids = batch.gather_detached(self.ids, shards)
+        if self.views == 1:
+            batch.note_labels(all_ids)
+        class_index, counts = class_numbers(all_ids)
         local = class_index[shards.local]
         sums = batch.sum(z.new_zeros(len(counts), z.shape[1]).index_add(0, local, z), gradient="partial")
         positives = counts[local] - 1

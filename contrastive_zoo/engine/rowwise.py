@@ -66,6 +66,8 @@ def reduce_rows(
     all_ids = batch.gather_detached(ids if candidate_ids is None else candidate_ids, where)
     # before candidates are sent: the host waits for the number, not for them
     count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if loss.lists_positives else lambda: None
+    if is_one_tower and times == 1:
+        batch.note_labels(all_ids)
     pairs = tuple((x, batch.gather_detached(y, where)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
     layout = BatchLayout(ids, all_ids, pairs, where, world, copies, count)

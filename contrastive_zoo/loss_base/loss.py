@@ -1,7 +1,6 @@
 """The base class of losses: fields are settings, ``inputs`` states a call, ``compute`` is the formula."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, MethodType, SimpleNamespace
@@ -17,7 +16,6 @@ from contrastive_zoo.engine.implementation import (
     choose_kernels,
     implementation,
     is_dense,
-    warn_once,
 )
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
 from contrastive_zoo.loss_base.settings import Settings
@@ -27,8 +25,9 @@ from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.one_process import is_gathered
-from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, values_problem
+from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, logits_rule, values_problem
 from contrastive_zoo.ranks.session import Session, agree
+from contrastive_zoo.ranks.suggestions import warn_once
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 
 _SENDS_NO_EMBEDDINGS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
@@ -181,7 +180,6 @@ class Loss(Settings, nn.Module):
 
     check_finite: bool = True
 
-    _warned_about_local_negatives: ClassVar[bool] = False
     engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel``, a keyword of the class
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
     row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -257,6 +255,8 @@ class Loss(Settings, nn.Module):
         compared = {**computed, **inputs.compared}
         if problem is not None:
             return CallInputs(name, inputs, settings, compared, problem)
+        if (rule := logits_rule(name, inputs.rows)) is not None:
+            inputs = replace(inputs, values=[*inputs.values, rule])
         needs = self.needs(inputs)
         kernels = NO_KERNELS
         if needs.no_kernel != Loss.no_kernel and not (implementation() != "triton" and all(map(on_cpu, tensors))):
@@ -342,11 +342,10 @@ class Loss(Settings, nn.Module):
     def local(self, arguments: Any) -> World:
         """Return a world of this process alone; warn once if other processes run, whose embeddings were not gathered."""
         world = World.of()
-        if world.size > 1 and not Loss._warned_about_local_negatives and not is_gathered(arguments):
-            Loss._warned_about_local_negatives = True
-            warnings.warn(
+        if world.size > 1 and not is_gathered(arguments):
+            warn_once(
                 f"{type(self).__name__} compares this process's own rows only, though {world.size} processes run: "
                 f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
-                stacklevel=6,  # the caller's line: above forward, its decorator and two frames of torch
+                key="local negatives",
             )
         return ONE_PROCESS

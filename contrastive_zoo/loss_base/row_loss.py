@@ -60,8 +60,9 @@ class AnchorLoss(LabelledLoss, engine="rows"):
 class RowLoss(AnchorLoss):
     """A loss that is a sum over anchors. Define :meth:`rows`; the loss is then distributed, with memory linear in N.
 
-    Call it with labelled embeddings, ``loss(embeddings, labels)``, or with views, ``loss(view1, view2, …)``, whose
-    embeddings at the same index are positives of each other. Annotated class attributes are its settings, as of any
+    Call it with labelled embeddings, ``loss(embeddings, labels)``; with two views, ``loss(view1, view2)``, whose
+    embeddings at the same index are positives of each other; or with any number of them in one tensor [n, views, d].
+    Annotated class attributes are its settings, as of any
     :class:`Loss`; in :meth:`rows` a learnable one is the tensor that it is in this step.
 
     Examples:
@@ -139,6 +140,10 @@ class RowLoss(AnchorLoss):
         return BlockLoss(on_block, terms=self.terms, lists_positives=lists, module=loss, **values, **parameters)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
+        if len(args) == 1 and not named and args[0].ndim == 3:  # several views of each sample
+            args = args[0].unbind(1)
+        elif len(args) > 2 and not named and all(x.is_floating_point() for x in args):
+            return Inputs({}, _UNLABELLED.format(count=len(args)))
         if len(args) > 1 and not named and all(x.is_floating_point() and x.ndim == 2 for x in args):
             views = {f"view {index}": x for index, x in enumerate(args)}
             return Inputs(views, shapes_problem(views, dict.fromkeys(views, ROWS)))
@@ -150,6 +155,13 @@ class RowLoss(AnchorLoss):
             return Inputs({}, "embeddings are missing: call loss(embeddings, labels).")
         stated = super().inputs(arguments["embeddings"], arguments.get("labels"))
         return replace(stated, problem=shapes_problem(arguments, call_form(LabelledLoss).shapes) or stated.problem)
+
+
+_UNLABELLED = (
+    "got {count} tensors without labels: as views of the same samples they would all attract each other, negatives, too. "
+    "For an anchor, a positive and a negative call MNRL()(anchor, positive, negative), or torch.nn.TripletMarginLoss in "
+    "DistributedLoss; for views pass one tensor [n, views, d]: loss(torch.stack([view1, view2, view3], dim=1))."
+)
 
 
 class _OnBlock(nn.Module):

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_problem
+from contrastive_zoo.ranks.row_checks import BATCH_IN_BATCH, described, labels_problem, tensor_problem
+from contrastive_zoo.ranks.suggestions import did_you_mean
 
 _KINDS: tuple[tuple[Any, str], ...] = ((Float, "floating-point"), (Int, "integer"), (Bool, "bool"))
 _NAMES = re.compile(r"[A-Za-z]\w*( [A-Za-z]\w*)*")
@@ -72,7 +73,7 @@ def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, 
                 break
         else:
             return _labels_problem(name, x, allowed, first) or (
-                f"{name} must be {' or '.join(map(str, allowed))}, got {described(x)}."
+                f"{name} must be {' or '.join(map(str, allowed))}, got {described(x)}.{_dimension_fix(name, x, allowed)}"
             )
         for dim, size in zip(shape.dims, x.shape, strict=True):
             if first.setdefault(dim, (name, x, size))[2] != size:
@@ -84,6 +85,17 @@ def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, 
             if x.dtype != y.dtype:
                 return f"{name} must have the dtype of {other}, got {other} {described(y)} and {name} {described(x)}."
     return None
+
+
+def _dimension_fix(name: str, x: Tensor, allowed: Shapes) -> str:
+    """Return the fix for one sample without the dimension that counts samples, and for one dimension too many, or ""."""
+    dims = [len(shape.dims) for shape in allowed]
+    if allowed[0].kind != "floating-point" or not x.is_floating_point():
+        return ""
+    if x.ndim == dims[0] - 1:
+        variable = name if name.isidentifier() else "x"
+        return f" One sample is [1, …]: pass {variable}.unsqueeze(0), or squeeze(1) in place of squeeze()."
+    return f" {BATCH_IN_BATCH}" if x.ndim == dims[-1] + 1 and x.shape[0] == 1 else ""
 
 
 def _owner(samples: str, shapes: Mapping[str, Shapes]) -> str:
@@ -137,6 +149,10 @@ Form = tuple[torch.Size, torch.dtype] | None
 def _bound(kind: Any, count: int, keywords: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """Return the names of a call's arguments, by position and by keyword, as checks read them, each with its index."""
     form, total = call_form(kind), count + len(keywords)
+    known = form.signature.parameters
+    if not form.others and (unknown := {*keywords} - known.keys()):
+        name = min(unknown)
+        raise TypeError(f"{kind.__name__}: the call has no argument {name!r}.{did_you_mean(name, known)}")
     try:
         names = form.signature.bind(*range(count), **dict(zip(keywords, range(count, total), strict=True))).arguments
     except TypeError as error:

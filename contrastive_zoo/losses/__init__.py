@@ -46,6 +46,7 @@ from contrastive_zoo.losses.uniformity import (
     SIGReg,
     SpectralContrastive,
 )
+from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
     "DCL", "DCLW", "DINO", "GIST", "HCL", "MILNCE", "MMCR", "MNRL", "NCA", "NNCLR", "PNP", "SINCERE", "WMSE",
@@ -59,3 +60,5 @@ __all__ = [
     "SignalToNoise", "SmoothAP", "SoftTriple", "SpectralContrastive", "SphereFace", "SupCon", "SupSigmoid", "SwAV",
     "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "VIbCReg", "WeightedSum",
 ]  # fmt: skip
+
+__getattr__ = missing(__name__, __all__)

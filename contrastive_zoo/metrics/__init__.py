@@ -1,9 +1,10 @@
 """How good embeddings are, the same bits for every split over the ranks: search, retrieval metrics, pictures, a monitor."""
 
 from contrastive_zoo.metrics.comparison import Difference, paired_bootstrap
-from contrastive_zoo.metrics.measurement import cross_modal_recall, evaluate, recall_at_k
+from contrastive_zoo.metrics.measurement import cross_modal_recall, evaluate, hit_rate_at_k
 from contrastive_zoo.metrics.retrieval import RetrievalMetrics
 from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, top_k
+from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
     "ApproximateIndex",
@@ -12,7 +13,9 @@ __all__ = [
     "RetrievalMetrics",
     "cross_modal_recall",
     "evaluate",
+    "hit_rate_at_k",
     "paired_bootstrap",
-    "recall_at_k",
     "top_k",
 ]
+
+__getattr__ = missing(__name__, __all__)

@@ -92,7 +92,10 @@ def measured(caller: str, evaluation: Evaluation) -> dict[str, Any]:
     depth = max(metric.k or 0 for metric in metrics)
     candidates = max(0, items.shards.total - (evaluation.gallery is None))
     if depth > candidates:
-        raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
+        raise ValueError(
+            f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}. Lower k; for a sanity check of "
+            "Lightning on few batches, pass Trainer(num_sanity_val_steps=0)."
+        )
     with reported(world):
         local = Gallery(caller, items.rows, evaluation.normalize, evaluation.index, world)
         rows = prepared(queries.rows, normalize=evaluation.normalize)
@@ -115,7 +118,7 @@ def measured(caller: str, evaluation: Evaluation) -> dict[str, Any]:
     return {name: nothing.masked_scatter(queries.kept, torch.from_numpy(x)) for name, x in values.items()}
 
 
-def recall_at_k(
+def hit_rate_at_k(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
     *,
@@ -137,21 +140,21 @@ def recall_at_k(
 
     Examples:
         >>> queries = torch.tensor([[1.0, 0.0], [0.8, 0.2]])
-        >>> recall_at_k(queries, torch.eye(2))   # both are nearest to row 0: query 1 misses its partner, row 1
+        >>> hit_rate_at_k(queries, torch.eye(2))   # both are nearest to row 0: query 1 misses its partner, row 1
         0.5
-        >>> recall_at_k(queries, torch.ones(2, 2))   # all rows are just as near
+        >>> hit_rate_at_k(queries, torch.ones(2, 2))   # all rows are just as near
         0.0
-        >>> recall_at_k(queries, labels=torch.tensor([3, 3]))
+        >>> hit_rate_at_k(queries, labels=torch.tensor([3, 3]))
         1.0
     """
-    world = World.of(process_group, "recall_at_k")
+    world = World.of(process_group, "hit_rate_at_k")
     if not is_integer(k, at_least=1):
-        refuse("recall_at_k", f"k is between 1 and the rows to search in, got {described(k)}.", world=world)
+        refuse("hit_rate_at_k", f"k is between 1 and the rows to search in, got {described(k)}.", world=world)
     name = f"hit_rate@{k}"
     evaluation = Evaluation(
         queries, gallery, [name], labels, gallery_labels, normalize=normalize, process_group=process_group
     )
-    return measured("recall_at_k", evaluation)[name]
+    return measured("hit_rate_at_k", evaluation)[name]
 
 
 def cross_modal_recall(
@@ -165,7 +168,7 @@ def cross_modal_recall(
     normalize: bool = True,
     process_group: Processes = None,
 ) -> dict[str, float]:
-    """Return recall@k of image-text retrieval in both directions: whether one of the k nearest is relevant.
+    """Return hit rates of image-text retrieval in both directions, which its papers name recall@k.
 
     Args:
         first: this rank's embeddings of one modality, such as images.

@@ -1,4 +1,4 @@
-"""Pictures of embeddings, each one call that returns a matplotlib Figure; ``pip install contrastive_zoo[plot]``."""
+"""Pictures of embeddings, each one call that returns a matplotlib Figure; ``pip install 'contrastive_zoo[plot]'``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.patches import ConnectionPatch
 from torch import Tensor
 
 from contrastive_zoo.metrics.figures import Measurement, pair_sums, unit
 from contrastive_zoo.metrics.task import Evaluation
 from contrastive_zoo.ranks.session import agree_on_shards
+from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, World
+
+with needed("contrastive_zoo.metrics.plots", "contrastive_zoo[plot]"):
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import ConnectionPatch
 
 # Paul Tol's colours, distinguishable with any colour vision: https://personal.sron.nl/~pault/
 PALE, DARK = "#77AADD", "#0B2545"

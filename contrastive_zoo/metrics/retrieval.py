@@ -121,6 +121,10 @@ class RetrievalMetrics(nn.Module):
             ValueError: on every rank alike, what :func:`contrastive_zoo.metrics.evaluate` raises.
         """
         world = World.of(self.process_group, "RetrievalMetrics")
+        if not any(x for (x,) in world.exchange([len(self.batches)])):  # equal on every rank
+            raise ValueError(
+                "RetrievalMetrics: compute() came before any update(). Call update(embeddings, labels=labels) first."
+            )
         arguments: dict[str, Any] = {**self._collected(world), **self.settings}
         if JUDGED[0] in arguments:
             arguments["judgements"] = tuple(arguments.pop(name) for name in JUDGED)

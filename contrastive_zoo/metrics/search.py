@@ -357,7 +357,7 @@ def settings_problem(*, k: object = 1, normalize: object, index: object) -> str 
     try:
         import faiss  # noqa: F401 - whether it can be imported
     except ImportError:
-        return "searches with faiss, which is not installed: pip install contrastive_zoo[faiss]."
+        return "searches with faiss, which is not installed: pip install 'contrastive_zoo[faiss]'."
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
     right = index is None or isinstance(index, ApproximateIndex)

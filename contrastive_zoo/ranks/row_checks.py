@@ -13,6 +13,7 @@ from torch import Tensor
 
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.devices import ValueCheck
+from contrastive_zoo.ranks.suggestions import first_time, warn_once
 
 
 def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False) -> str:
@@ -66,7 +67,7 @@ def instance_problem(loss: object) -> str | None:
 def tensor_problem(name: str, x: object) -> str | None:
     """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is."""
     if not isinstance(x, Tensor):
-        return f"{name} must be a tensor, got {type(x).__name__}."
+        return not_tensor_problem(name, x)
     if x.dtype in _PLAIN_DTYPES and x.layout is torch.strided and not (x.is_meta or x.is_nested):  # the usual case
         return None
     if x.is_nested:
@@ -80,6 +81,29 @@ def tensor_problem(name: str, x: object) -> str | None:
     if x.is_floating_point() and x.dtype.itemsize == 1:
         return f"{name} must have 16 bits or more, got {described(x)}. Pass {name}.bfloat16()."
     return None
+
+
+def not_tensor_problem(name: str, x: Any) -> str:
+    """Return what is no tensor, and how to make one of it."""
+    word, kind = name if name.isidentifier() else "x", type(x).__name__
+    holds = [*x[:1]] if isinstance(x, (list, tuple)) else []
+    if (isinstance(x, np.ndarray) and x.dtype.kind in "USO") or (holds and isinstance(holds[0], str)):
+        of = "an array" if isinstance(x, np.ndarray) else f"a {kind}"
+        return f"{name} must be integers, one per row, got {of} of str. Number the classes, the same on every rank."
+    if isinstance(x, np.ndarray):
+        return f"{name} must be a tensor, got {kind}. Pass torch.from_numpy({word})."
+    if holds and isinstance(holds[0], Tensor):
+        fix = f"Pass each by itself, loss(*{word}), or torch.stack({word})."
+        return f"{name} must be a tensor, got a {kind} of {len(x)}. {fix}"
+    if holds:
+        return f"{name} must be a tensor, got {kind}. Pass torch.tensor({word})."
+    parts = x if isinstance(x, Mapping) else getattr(x, "__dict__", {})
+    tensors = {key: len(y.shape) for key, y in parts.items() if isinstance(key, str) and isinstance(y, Tensor)}
+    for key, ndim in sorted(tensors.items(), key=lambda item: (item[1] != 2, item[0])):
+        part = f"{word}[{key!r}]" if type(x) is dict else f"{word}.{key}"
+        fix = part if ndim == 2 else f"its embeddings of samples, such as {part}.mean(1) with a mask of padding"
+        return f"{name} must be a tensor, got {kind} of {', '.join(tensors)}. Pass {fix}."
+    return f"{name} must be a tensor, got {kind}."
 
 
 _PLAIN_DTYPES = frozenset(
@@ -149,12 +173,17 @@ def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | Non
 def _labels_fix(name: str, labels: Tensor, rows: int | None) -> str:
     """What makes integers, one per row, of these labels."""
     is_whole = not (labels.is_floating_point() or labels.is_complex())
+    if is_whole and labels.ndim == 2 and len(labels) == 1 == rows and int(labels.sum()) != 1:
+        return BATCH_IN_BATCH
     if labels.numel() == (len(labels) if rows is None and labels.ndim else rows):  # [n, 1], [1, n] or []
         flat = f"{name}.flatten()" if labels.ndim != 1 else name
         return f"Use {flat}." if is_whole else f"Use {flat}.long() if they are whole numbers."
     if labels.ndim == 2:
         return f"Use {name}.argmax(1) if they are one-hot."
     return f"Pass one integer for each row, such as {name}[:, 0]." if labels.ndim > 2 else f"Use {name}.long()."
+
+
+BATCH_IN_BATCH = "If a batch sampler made it, pass it as DataLoader(dataset, batch_sampler=sampler), not as sampler=."
 
 
 class ValueRule(NamedTuple):
@@ -187,6 +216,37 @@ def range_rule(x: Tensor, low: int, high: int, problem: Callable[[int, int], str
         return None if low <= least and most <= high else problem(least, most)
 
     return ValueRule(x, lambda x: torch.stack(x.long().aminmax()), of_numbers)
+
+
+def logits_rule(name: str, rows: Mapping[str, Tensor]) -> ValueRule | None:
+    """Return the rule that warns of similarities in place of embeddings, S and Sᵀ or z zᵀ; None without such shapes.
+
+    It is read at the first square batch of a loss's name that a network has computed.
+    """
+    embeddings = [x for x in rows.values() if x.ndim == 2 and x.is_floating_point()]
+    first, other = (embeddings * 2)[:2] if 0 < len(embeddings) < 3 else (None, None)
+    if first is None or other is None or first.grad_fn is None or not _LEAST <= first.shape[0] == first.shape[1]:
+        return None
+    if first.shape != other.shape or not first_time(f"{name} of a square batch"):
+        return None
+    column = other.detach()[:, 0]
+
+    def numbers(first: Tensor) -> Tensor:
+        return torch.isclose(first[0], column, rtol=1e-2).all() & (first[0].amin() < first[0].amax())
+
+    def warn(is_transposed: Sequence[float]) -> None:
+        if is_transposed[0]:
+            warn_once(f"{name}: {_LOGITS}")
+
+    return ValueRule(first, numbers, warn)
+
+
+_LEAST = 8  # by chance, so many numbers of one row are never those of a column
+
+_LOGITS = (
+    "the embeddings look like a matrix of similarities, such as image @ text.T and its transpose: row 0 of the first is "
+    "column 0 of the last. The loss computes the similarities itself. Pass the embeddings, [n, d]."
+)
 
 
 def safe_index(index: Tensor, stop: int) -> Tensor:

@@ -22,6 +22,7 @@ class Findings:
     draws: bool = False  # whether a user's loss has drawn random numbers or changed a buffer, computed in parts
     # a user's row loss of this rank's last "anchor", and of the next rank's, the "other anchor"; None if not compared
     anchors: dict[str, Tensor] | None = None
+    labels: Tensor | None = None  # of all ranks, if a loss compares one embedding of each sample by them
 
 
 @dataclass(frozen=True, eq=False)

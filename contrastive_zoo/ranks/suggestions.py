@@ -1,9 +1,13 @@
-"""The right name for one that does not exist: a misspelt one, or the one that another library uses."""
+"""Hints for users: the right name for a wrong one, a missing package, and warnings that come once."""
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -12,9 +16,12 @@ NAMES_ELSEWHERE = {
     "byol": "NegativeCosine",
     "cachedmultiplenegativesranking": "GradCache",
     "centersperclass": "sub_centers",
+    "criterion": "loss",
+    "distributedlosswrapper": "DistributedLoss",
     "embeddim": "embedding_size",
     "embeddingdim": "embedding_size",
     "featdim": "embedding_size",
+    "features": "embeddings",
     "group": "process_group",
     "m": "margin",
     "memorysize": "size",
@@ -23,20 +30,28 @@ NAMES_ELSEWHERE = {
     "multiplenegativesranking": "MNRL",
     "pg": "process_group",
     "queuesize": "size",
+    "recallatk": "hit_rate_at_k",
     "s": "scale",
     "simclr": "NTXent",
     "simsiam": "NegativeCosine",
     "t": "temperature",
+    "targets": "labels",
     "tau": "temperature",
     "temp": "temperature",
     "tripletmargin": "Triplet",
+    "y": "labels",
 }
 """Names of other libraries and of papers, without case, underscores and a final ``Loss``, and this library's."""
 
+_PACKAGE = str(Path(__file__).parents[1])
+
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """Return a question with the name that was probably meant, after a space; nothing if the name is right, or like none."""
-    by_letters = {_letters(x): x for x in names}
+    """Return a question with the name that was probably meant, after a space; nothing if the name is right, or like none.
+
+    Names may have a room before a dot, as in ``data.GlobalBatchSampler``.
+    """
+    by_letters = {_letters(x.rpartition(".")[2]): x for x in names}
     word = _letters(name)
     closest = [_letters(NAMES_ELSEWHERE.get(word, word)), *get_close_matches(word, by_letters, n=1)]
     return next((f" Did you mean {by_letters[x]}?" for x in closest if x in by_letters and name not in names), "")
@@ -47,15 +62,69 @@ def _letters(name: str) -> str:
     return word.removesuffix("loss") or word
 
 
-def suggests_names(init: F) -> F:
-    """Decorate a constructor: its error about an unknown argument names the one that was probably meant."""
-    known = inspect.signature(init).parameters
+def missing(module: str, names: Collection[str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module: its error names the public name that was probably meant."""
 
-    @functools.wraps(init)
-    def wrapper(self: Any, *args: Any, **named: Any) -> None:
-        if unknown := named.keys() - known.keys():
-            name = min(unknown)
-            raise TypeError(f"{type(self).__name__} has no argument {name!r}.{did_you_mean(name, [*known][1:])}")
-        init(self, *args, **named)
+    def attribute(name: str) -> Any:
+        hint = did_you_mean(name, names)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}" + (hint and f".{hint}"))
 
-    return wrapper  # type: ignore[return-value]  # of the same signature
+    return attribute
+
+
+def suggests_names(by_position: str) -> Callable[[F], F]:
+    """Decorate a constructor: its error names the argument that was meant; ``by_position`` says how to pass more."""
+
+    def decorate(init: F) -> F:
+        signature = inspect.signature(init)
+        known = [*signature.parameters][1:]
+
+        @functools.wraps(init)
+        def wrapper(self: Any, *args: Any, **named: Any) -> None:
+            kind = type(self).__name__
+            if unknown := named.keys() - {*known}:
+                name = min(unknown)
+                raise TypeError(f"{kind} has no argument {name!r}.{did_you_mean(name, known)}")
+            try:
+                signature.bind(self, *args, **named)
+            except TypeError as error:
+                raise TypeError(f"{kind}: {error}. {by_position}") from None
+            init(self, *args, **named)
+
+        return wrapper  # type: ignore[return-value]  # of the same signature
+
+    return decorate
+
+
+@contextmanager
+def needed(user: str, install: str) -> Iterator[None]:
+    """Context manager of imports: the error for a package that is missing says how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{user} needs {error.name}: pip install '{install}'") from error
+
+
+def first_time(key: str) -> bool:
+    """Return whether this process has not asked for this key before."""
+    is_new = key not in ASKED
+    ASKED.add(key)
+    return is_new
+
+
+ASKED: set[str] = set()
+
+
+def warn_once(text: str, key: str | None = None) -> None:
+    """Warn at the user's line, once in a process for each text or key."""
+    if not first_time(text if key is None else key):
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_inside(file: str) -> bool:
+    """Return whether code of a file stands between the user's line and a warning: this package's, and torch's."""
+    return file.startswith(_PACKAGE) or "/torch/" in file.replace("\\", "/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiti
 from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.messages import STATES, GroupState, lost, started, state_of
 from contrastive_zoo.ranks.row_checks import is_integer
+from contrastive_zoo.ranks.suggestions import warn_once
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,6 +154,8 @@ class World:
             raise ValueError(f"process_group: {problem}")
         default = dist.group.WORLD
         if default is None:
+            if process_group is None and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
+                warn_once(_NO_GROUP.format(os.environ["WORLD_SIZE"]), key="no process group")
             return ONE_PROCESS
         group = process_group
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -275,6 +279,11 @@ SMALL_MESSAGE = 2**18
 FEW_RANKS, SMALL_MESSAGE_OF_MANY = 64, 2**23
 """Up to so many ranks a rank sends to each other one directly. Otherwise gathers of so many bytes take log₂ W rounds: the
 direct messages take longer, at 5 µs each, and so do the W − 1 rounds of gloo's ring, which other gathers take."""
+
+_NO_GROUP = (
+    "WORLD_SIZE is {}, but this process has no process group and computes alone, so each process would train a model of its "
+    "own. Call torch.distributed.init_process_group() first. World() as process_group means this process alone."
+)
 
 ONE_PROCESS = World()  # the world of one process
 

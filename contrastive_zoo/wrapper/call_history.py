@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from contrastive_zoo.ranks.devices import DIFFERENTIABLE, ValueCheck, on_cpu, read_later
 from contrastive_zoo.ranks.fingerprint import Fingerprint, Numbers, fingerprint, level_of, norm_and_sketch
 from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.suggestions import warn_once
 
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
@@ -22,6 +23,13 @@ _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 _made = itertools.count(1)
 
 _FIRST_CALLS, _EVERY = 8, 64
+
+_LABELLED, _SAMPLES = 3, 8  # calls in which to look for positives, and samples that make it likely that there are some
+
+_NO_POSITIVES = (
+    f"in {_LABELLED} batches, no two samples had the same label, so that no sample had a positive. Draw several samples "
+    "of a class: DataLoader(dataset, batch_sampler=cz.data.MPerClassBatchSampler(labels, m=2, classes_per_batch=16))."
+)
 
 
 class CallHistory:
@@ -32,6 +40,9 @@ class CallHistory:
         self.wrapper = 0  # the number of the handshake of its first call, by which all ranks know it; 0 before
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
+        self.labelled = self.lonely = (
+            0  # of the first calls with labels, those that were looked at; those without positives
+        )
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self._equal: dict[str, int] = {}  # how many calls in a row an argument has been equal on all ranks
         self.due = False  # whether a few samples of all ranks come with the next handshake
@@ -111,6 +122,20 @@ class CallHistory:
             here = [x for x in checks if x.numbers.device == device]
             numbers = read_later(torch.cat([x.numbers.long() for x in here]))
             self.checks.append(([(len(x.numbers), x.problem) for x in here], numbers))
+
+    def look_for_positives(self, name: str, labels: Tensor | None) -> None:
+        """Warn if no sample shares its label with another one in each of the first batches with labels."""
+        if labels is None or self.labelled == _LABELLED or len(labels) < _SAMPLES:
+            return
+        self.labelled += 1
+
+        def count(has_positive: Sequence[float]) -> None:
+            self.lonely += not has_positive[0]
+            if self.lonely == _LABELLED:
+                warn_once(f"{name}: {_NO_POSITIVES}")
+
+        in_order = labels.sort().values
+        self.look_later([ValueCheck((in_order[1:] == in_order[:-1]).any()[None], count)])
 
     def values_problem(self) -> str | None:
         """What was wrong with the values that the previous call looked at on an accelerator, once; None if nothing was."""

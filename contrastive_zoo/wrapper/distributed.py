@@ -20,12 +20,24 @@ from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later, watch_joins
-from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature, unwrapped, unwrapped_miner
+from contrastive_zoo.wrapper.loss_call import (
+    LossCall,
+    model_problem,
+    native_and_replaced,
+    signature,
+    unwrapped,
+    unwrapped_miner,
+)
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep, compared_options
 
 R = TypeVar("R", default=Any)  # what the loss returns
 GradReduction = Literal["mean", "sum"]
+
+
+_MODELS = tuple(f"torch.nn.modules.{x}" for x in ("linear", "conv", "container", "transformer"))
+_MODELS += ("transformers.models.", "torchvision.models.", "timm.models.")
+"""Modules whose classes are no losses."""
 
 
 class LossAttributes(nn.Module):
@@ -104,7 +116,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
     process_group = ProcessGroupAttribute()
     __call__: Callable[..., R]
 
-    @suggests_names
+    @suggests_names("Pass the loss by position and a miner as miner=…; add up losses by WeightedSum([loss1, loss2]).")
     def __init__(
         self,
         loss: Callable[..., R],
@@ -164,7 +176,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             if alone:  # the error of the third-party loss itself
                 return (self.loss if self._replaced is None else self._replaced.loss)(*rows, **named_rows)
             # only this rank may lack an argument, or fail to read a setting; the others wait in the handshake
-            text = f"{error}." if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+            text = f"{error}" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+            text += "" if text.endswith(("?", ".")) else "."
             refuse(loss_name(bare), text.removeprefix(f"{loss_name(bare)}: "), world=session)
         except BaseException as error:  # Ctrl-C in a module in place of a setting
             report(error, session)
@@ -248,6 +261,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
             value = bare.compute(batch) if loss is bare else loss(batch)
         else:
             value = call.mine_and_compute(session)
+            if isinstance(bare, nn.Module) and (problem := model_problem(bare, value)) is not None:
+                refuse(loss_name(bare), problem, world=session)
+        self._history.look_for_positives(loss_name(bare), session.findings.labels)
         if session.findings.later:
             self._history.look_later(session.findings.later)
         if observer is not None:
@@ -275,6 +291,12 @@ def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: bool) -> 
         raise ValueError(
             f"DistributedLoss: {name} holds the encoder and takes its tokens. Ranks must exchange embeddings, not tokens. "
             "Use contrastive_zoo.adapters.sentence_transformers.DistributedSentenceLoss(loss)."
+        )
+    holds_loss = any(kind is Loss or "Loss" in kind.__name__ for kind in kinds)
+    if type(bare).__module__.startswith(_MODELS) and not holds_loss:
+        raise ValueError(
+            f"DistributedLoss: {name} is a model. Wrap the loss, such as DistributedLoss(NTXent()), and call it with the "
+            "model's embeddings; DistributedDataParallel wraps the model."
         )
     if miner is not None and is_own:
         raise ValueError(

@@ -15,6 +15,7 @@ from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.losses.references import references_problem
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.row_checks import described, labels_problem
+from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
@@ -136,7 +137,8 @@ def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
             f"contrastive_zoo.adapters.open_clip.{kind.__name__}(), or leave out prefer_native."
         )
     # imported here: pytorch-metric-learning is an optional dependency
-    from contrastive_zoo.wrapper.pml.translation import Original, to_native
+    with needed("prefer_native=True", "contrastive_zoo[pml]"):
+        from contrastive_zoo.wrapper.pml.translation import Original, to_native
 
     try:
         return to_native(loss, miner), None, Original(loss, miner)
@@ -187,3 +189,14 @@ def _kind(x: Any) -> tuple[str, str]:
     """Return package and name of the wrapper class that x is an instance of; empty strings if it is none."""
     kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(x).__mro__)
     return next((kind for kind in kinds if kind in _LOSSES | _MINERS), ("", ""))
+
+
+def model_problem(loss: nn.Module, value: Any) -> str | None:
+    """Return that a module with parameters has returned embeddings, as an encoder does, in words, or None."""
+    is_model = isinstance(value, Tensor) and value.ndim > 1 and next(loss.parameters(), None) is not None
+    if not is_model or isinstance(loss, Loss):
+        return None
+    return (
+        f"a loss returns one number, got {described(value)}, as from a model. Wrap the loss and call it with the model's "
+        "embeddings: DistributedLoss(NTXent())(model(view1), model(view2))."
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import CHOOSES_KERNELS, NO_KERNELS, is_dense
@@ -32,7 +32,7 @@ from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import JOINED, CallHistory, join_problem
-from contrastive_zoo.wrapper.loss_call import LossCall
+from contrastive_zoo.wrapper.loss_call import LossCall, model_problem
 from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem, row_numbers_problem
 
 T = TypeVar("T")
@@ -127,6 +127,7 @@ class DistributedStep(ABC):
             raise
         if session.findings.later:
             history.look_later(session.findings.later)
+        history.look_for_positives(self.name, session.findings.labels)
         if of_all and self.options.check_equal:
             history.remember_value(value)
         history.draws |= session.findings.draws
@@ -353,7 +354,10 @@ class ThirdPartyStep(DistributedStep):
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
             return self.all_or_none(functools.partial(call.mine_and_compute, session))
         with one_stream(session, device_of(self.rows)):
-            return call.mine_and_compute(session)
+            value = call.mine_and_compute(session)
+        if isinstance(self.bare, nn.Module) and (problem := model_problem(self.bare, value)) is not None:
+            raise ValueError(f"{self.name}: {problem}")  # equal on every rank
+        return value
 
 
 FROM_ELSEWHERE = Needs(whole="the loss compares samples in a way of its own: each rank computes all of it")

@@ -384,7 +384,8 @@ def test_recall_is_the_hit_rate_and_top_k_accuracy():
     b = a + b
     of = {"labels": labels, "gallery_labels": other, "normalize": False}
     assert (
-        cz.metrics.recall_at_k(a, b, k=5, **of) == cz.metrics.evaluate(a, b, metrics=["hit_rate@5"], **of)["hit_rate@5"]
+        cz.metrics.hit_rate_at_k(a, b, k=5, **of)
+        == cz.metrics.evaluate(a, b, metrics=["hit_rate@5"], **of)["hit_rate@5"]
     )
     found = cz.metrics.cross_modal_recall(a, b, k=[1, 5], normalize=False)
     for k in (1, 5):

@@ -148,7 +148,7 @@ NAN, NESTED = (
 PLACES = torch.arange(30)
 CALLS = {
     "evaluate": lambda queries, gallery, **of: cz.metrics.evaluate(queries, gallery, **of),
-    "recall_at_k": lambda queries, gallery, **of: cz.metrics.recall_at_k(queries, gallery, **of),
+    "hit_rate_at_k": lambda queries, gallery, **of: cz.metrics.hit_rate_at_k(queries, gallery, **of),
     "top_k": lambda queries, gallery, **_: cz.metrics.top_k(queries, gallery, k=1),
     "mine_hard_negatives": lambda queries, gallery, **_: cz.data.mine_hard_negatives(queries, gallery, PLACES),
     "RetrievalMetrics": lambda queries, gallery, **of: of_metrics(queries, gallery, **of),
@@ -240,16 +240,16 @@ def evaluate_judgements():
     return cz.metrics.evaluate(ONES, ids=ids, judgements=(ids[:1], item, torch.ones(1)))
 
 
-evaluate, top_k, recall_at_k = cz.metrics.evaluate, cz.metrics.top_k, cz.metrics.recall_at_k
+evaluate, top_k, hit_rate_at_k = cz.metrics.evaluate, cz.metrics.top_k, cz.metrics.hit_rate_at_k
 MISTAKES = {
     "k beyond the gallery": (lambda: evaluate(ONES, OTHERS, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
     "k of a search": (lambda: top_k(ONES, OTHERS, k=7), ("1 and the 6 rows", "got 7")),
-    "k of leave one out": (lambda: recall_at_k(ONES, labels=IDS, k=6), ("1 and the 5 rows",)),
+    "k of leave one out": (lambda: hit_rate_at_k(ONES, labels=IDS, k=6), ("1 and the 5 rows",)),
     "no faiss on one rank": (
         lambda: without("faiss", lambda: top_k(ONES, OTHERS, k=1)),
         ("rank 1", "pip install contrastive_zoo[faiss]"),
     ),
-    "k is zero": (lambda: recall_at_k(ONES, OTHERS, k=0), ("k is between 1", "got 0")),
+    "k is zero": (lambda: hit_rate_at_k(ONES, OTHERS, k=0), ("k is between 1", "got 0")),
     "k differs": (lambda: evaluate(ONES, OTHERS, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
     "NaN on one rank": (lambda: evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
     "NaN in a search": (lambda: top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
@@ -259,8 +259,8 @@ MISTAKES = {
         lambda: evaluate(ONES, OTHERS, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
         ("labels",),
     ),
-    "labels of the queries alone": (lambda: recall_at_k(ONES, OTHERS, labels=IDS), ("come together",)),
-    "too many labels": (lambda: recall_at_k(ONES, labels=torch.arange(4)), ("one per row, got 4 for 3 rows",)),
+    "labels of the queries alone": (lambda: hit_rate_at_k(ONES, OTHERS, labels=IDS), ("come together",)),
+    "too many labels": (lambda: hit_rate_at_k(ONES, labels=torch.arange(4)), ("one per row, got 4 for 3 rows",)),
     "unmatched query": (
         lambda: evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
         ("rank 1", "query 3"),
@@ -288,7 +288,7 @@ MISTAKES = {
         lambda: evaluate(ONES, ids=IDS, judgements=(IDS, IDS, IDS.double() * 5e307)),
         ("grades must be at most 1e+300",),
     ),
-    "k is a list": (lambda: recall_at_k(ONES, OTHERS, k=[1, 2]), ("k is between 1", "got [1, 2]")),
+    "k is a list": (lambda: hit_rate_at_k(ONES, OTHERS, k=[1, 2]), ("k is between 1", "got [1, 2]")),
     "an empty gallery": (lambda: top_k(ONES, ONES[:0], k=1), ("0 rows",)),
     "every sample ignored": (
         lambda: evaluate(ONES, labels=IDS * 0, ignore_label=0, metrics=["recall@1"]),
@@ -299,6 +299,8 @@ MISTAKES = {
 
 def test_a_mistake_is_one_error_on_every_rank(worlds):
     for mistake, (bad, words) in MISTAKES.items():
-        text, after = common_error(worlds, 2, bad, lambda: recall_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]]))
+        text, after = common_error(
+            worlds, 2, bad, lambda: hit_rate_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]])
+        )
         assert all(word in text for word in words), (mistake, text)
         assert after == [1.0, 1.0], mistake

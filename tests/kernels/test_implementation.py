@@ -20,6 +20,7 @@ from contrastive_zoo.engine import kernels, plan
 from contrastive_zoo.engine.implementation import LARGEST_MATRIX, Kernels, choose_kernels
 from contrastive_zoo.engine.plan import Needs, Plan, Rows, Situation, choose
 from contrastive_zoo.loss_base import loss as loss_base
+from contrastive_zoo.ranks import suggestions
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
@@ -50,7 +51,7 @@ def used(rows: list[Tensor], sizes: Sequence[int] = (), no_kernel: str | None = 
     situation = Situation(1, dict(zip("ab", split, strict=True)), on_cpu=False, kernels=choose_kernels(rows))
     found = choose("Loss", Needs("softmax", ("a",), ("b",), no_kernel=no_kernel), situation)
     if found.warning is not None:
-        chosen.warn_once(found.warning)
+        suggestions.warn_once(found.warning)
     return found.arithmetic == "kernel"
 
 
@@ -108,7 +109,7 @@ def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen, "_warned", set())
+    monkeypatch.setattr(suggestions, "ASKED", set())
 
 
 LACKING = ["triton", "triton.tools.tensor_descriptor"]
@@ -293,7 +294,7 @@ def test_ranks_of_which_one_lacks_kernels_all_do_without(
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
-            patch.setattr(chosen, "_warned", set())
+            patch.setattr(suggestions, "ASKED", set())
             patch.setattr(loss_base, "implementation", lambda: "triton")  # else a CPU asks for no kernel
             patch.setattr(loss_base, "choose_kernels", kernels_of)
             patch.setattr(plan, "choose", without_kernel)

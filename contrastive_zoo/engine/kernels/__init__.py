@@ -27,5 +27,5 @@ def installation_problem(device: "torch.device") -> str | None:
         launch_smallest(device)
     except Exception as error:  # a Triton of another version, no C compiler, no memory: all would fail in a step, too
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return f"cannot run here ({reason}). It needs torch 2.8 or later and pip install contrastive_zoo[triton]"
+        return f"cannot run here ({reason}). It needs torch 2.8 or later and pip install 'contrastive_zoo[triton]'"
     return None

@@ -1,0 +1,346 @@
+"""Mistakes of a first hour say what to do, on one process and on two; obeying the sentence works."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.ranks import suggestions
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import assert_says, error_message, numbers, refused
+
+Call = Callable[[], Any]
+
+
+def z(n: int = 8, d: int = 5, seed: int = 0) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return numbers(n, d, seed=10 * rank + seed).requires_grad_()
+
+
+def y(n: int = 8) -> Tensor:
+    return torch.arange(n) % 4
+
+
+class Output(dict[str, Any]):
+    """Embeddings as Hugging Face's models return them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def output() -> Output:
+    tokens = z(24).view(8, 3, 5)
+    return Output(last_hidden_state=tokens, pooler_output=tokens.mean(1))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class Mistake(NamedTuple):
+    says: str
+    call: Call
+    obeyed: Call
+
+
+D = cz.DistributedLoss
+BATCH_SAMPLER = "DataLoader(dataset, batch_sampler=sampler)"
+
+CALLS = {
+    "torch's triplets": Mistake(
+        "Triplet: got 3 tensors without labels … MNRL()(anchor, positive, negative) … torch.nn.TripletMarginLoss",
+        lambda: D(cz.Triplet())(z(), z(), z()),
+        lambda: [D(x)(z(), z(), z()) for x in (cz.MNRL(), nn.TripletMarginLoss())],
+    ),
+    "more views of labelled embeddings": Mistake(
+        "MultiSimilarity: … loss(torch.stack([view1, view2, view3], dim=1))",
+        lambda: D(cz.MultiSimilarity())(z(), z(), z(), z()),
+        lambda: D(cz.MultiSimilarity())(torch.stack([z(), z(), z(), z()], dim=1)),
+    ),
+    "arrays": Mistake(
+        "embeddings must be a tensor, got ndarray … torch.from_numpy(embeddings)",
+        lambda: D(cz.SupCon())(z().detach().numpy(), y()),
+        lambda: D(cz.SupCon())(torch.from_numpy(z().detach().numpy()), y()),
+    ),
+    "a list of labels": Mistake(
+        "labels must be a tensor, got list. Pass torch.tensor(labels)",
+        lambda: D(cz.SupCon())(z(), y().tolist()),
+        lambda: D(cz.SupCon())(z(), torch.tensor(y().tolist())),
+    ),
+    "names of classes": Mistake(
+        "labels must be integers, one per row, got a list of str. Number the classes, the same on every rank.",
+        lambda: D(cz.SupCon())(z(), ["cat", "dog"] * 4),
+        lambda: D(cz.SupCon())(z(), y()),
+    ),
+    "an array of names": Mistake(
+        "labels must be integers, one per row, got an array of str",
+        lambda: D(cz.SupCon())(z(), np.array(["cat", "dog"] * 4)),
+        lambda: D(cz.SupCon())(z(), y()),
+    ),
+    "a list of views": Mistake(
+        "view 0 must be a tensor, got a list of 2 … loss(*x)",
+        lambda: D(cz.NTXent())([z(), z()]),
+        lambda: D(cz.NTXent())(*[z(), z()]),
+    ),
+    "an output": Mistake(
+        "embeddings must be a tensor, got Output of last_hidden_state, pooler_output. Pass embeddings.pooler_output.",
+        lambda: D(cz.SupCon())(output(), y()),
+        lambda: D(cz.SupCon())(output().pooler_output, y()),
+    ),
+    "an output of tokens": Mistake(
+        "got SimpleNamespace of tokens … embeddings.tokens.mean(1)",
+        lambda: D(cz.SupCon())(SimpleNamespace(tokens=output().last_hidden_state), y()),
+        lambda: D(cz.SupCon())(output().last_hidden_state.mean(1), y()),
+    ),
+    "a squeezed sample": Mistake(
+        "embeddings must be floating-point [n, d], got float64 [5] … embeddings.unsqueeze(0)",
+        lambda: D(cz.Triplet())(z(1).squeeze(), y(1)),
+        lambda: D(cz.Triplet())(z(1).squeeze().unsqueeze(0), y(1)),
+    ),
+    "a batch of a batch": Mistake(
+        f"labels are one integer per row, got int64 [1, 8] … {BATCH_SAMPLER}",
+        lambda: D(cz.SupCon())(z()[None], y()[None]),
+        lambda: D(cz.SupCon())(z(), y()),
+    ),
+    "views of a batch of a batch": Mistake(
+        f"view 0 must be floating-point [n, d], got float64 [1, 8, 5] … {BATCH_SAMPLER}",
+        lambda: D(cz.NTXent())(z()[None], z()[None]),
+        lambda: D(cz.NTXent())(z(), z()),
+    ),
+    "another name of an argument": Mistake(
+        "the call has no argument 'features'. Did you mean embeddings?",
+        lambda: D(cz.SupCon())(features=z(), labels=y()),
+        lambda: D(cz.SupCon())(embeddings=z(), labels=y()),
+    ),
+    "an encoder for a loss": Mistake(
+        "Encoder: a loss returns one number, got float64 [ … as from a model … model(view1)",
+        lambda: D(Encoder())(z()),
+        lambda: D(cz.NTXent())(Encoder()(z()), Encoder()(z())),
+    ),
+    "nothing collected": Mistake(
+        "RetrievalMetrics: compute() came before any update(). Call update(embeddings, labels=labels)",
+        lambda: cz.metrics.RetrievalMetrics("hit_rate@1").compute(),
+        lambda: computed("hit_rate@1", z()),
+    ),
+    "a sanity check": Mistake(
+        "k is between 1 and the … rows to search in, got 100. Lower k … Trainer(num_sanity_val_steps=0)",
+        lambda: computed("hit_rate@100", z()),
+        lambda: computed("hit_rate@2", z()),
+    ),
+}
+"""Calls on every rank: they raise a ValueError, the same on all of them, and the next step works."""
+
+
+def computed(name: str, rows: Tensor) -> Tensor | dict[str, Tensor]:
+    metric = cz.metrics.RetrievalMetrics(name)
+    metric.update(rows, labels=y())
+    return metric.compute()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_says_what_to_do_and_obeying_works(name: str, worlds: Worlds) -> None:
+    says, call, obeyed = CALLS[name]
+    alone = error_message(call) or error_message(call, TypeError)
+    assert_says(alone, says)
+    obeyed()
+    refused(worlds, 2, call, says)
+    worlds.run(2, lambda: [obeyed() is None])
+
+
+CONSTRUCTED: dict[str, Mistake] = {
+    "group=": Mistake(
+        "Did you mean process_group?",
+        lambda: D(cz.SupCon(), group=None),  # type: ignore[call-arg]  # the mistake
+        lambda: D(cz.SupCon(), process_group=None),
+    ),
+    "criterion=": Mistake("Did you mean loss?", lambda: D(criterion=cz.SupCon()), lambda: D(loss=cz.SupCon())),  # type: ignore[call-arg]  # the mistake
+    "temp=": Mistake("Did you mean temperature?", lambda: cz.SupCon(temp=0.1), lambda: cz.SupCon(temperature=0.1)),  # type: ignore[call-arg]  # the mistake
+    "a miner by position": Mistake(
+        "a miner as miner=…", lambda: D(lenient, mine), lambda: D(lenient, miner=mine)  # type: ignore[call-arg]  # the mistake
+    ),
+    "a second loss by position": Mistake(
+        "WeightedSum([loss1, loss2])",
+        lambda: D(cz.NTXent(), cz.Clip()),  # type: ignore[call-arg]  # the mistake
+        lambda: D(cz.WeightedSum([cz.NTXent(), cz.InfoNCE()])),
+    ),
+    "a class": Mistake("Pass an instance, SupCon(...)", lambda: D(cz.SupCon), lambda: D(cz.SupCon())),
+    "a layer": Mistake("Linear is a model. Wrap the loss", lambda: D(nn.Linear(2, 2)), lambda: D(cz.NTXent())),
+    "no chunk size": Mistake(
+        "GradCache(model, chunk_size=64)",
+        lambda: cz.GradCache(nn.Linear(2, 2)),
+        lambda: cz.GradCache(nn.Linear(2, 2), chunk_size=64),
+    ),
+    "open_clip's ranks": Mistake(
+        "rank, world_size are open_clip's options. Leave them out, ClipLoss()",
+        lambda: cz.adapters.open_clip.ClipLoss(rank=0, world_size=2),
+        lambda: cz.adapters.open_clip.ClipLoss(),
+    ),
+}  # fmt: skip
+
+
+def lenient(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
+    return embeddings.sum()
+
+
+def mine(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    return (labels,) * 3
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_a_constructor_says_what_to_do_and_obeying_works(name: str) -> None:
+    says, call, obeyed = CONSTRUCTED[name]
+    assert_says(error_message(call, (TypeError, ValueError)), says)
+    obeyed()
+
+
+NAMES = {
+    "NTXentLoss": "NTXent", "InfoNCELoss": "InfoNCE", "ClipLoss": "Clip", "SupConLoss": "SupCon", "SigLipLoss": "SigLIP",
+    "TripletMarginLoss": "Triplet", "DistributedLossWrapper": "DistributedLoss", "TripletLoss": "Triplet",
+    "MPerClassSampler": "data.MPerClassBatchSampler", "MultipleNegativesRankingLoss": "MNRL",
+    "data.MPerClassSampler": "MPerClassBatchSampler", "losses.NTXentLoss": "NTXent", "metrics.recall_at_k": "hit_rate_at_k",
+    "adapters.openclip": "open_clip", "data.TripletMarginMiner": "",
+}  # fmt: skip
+"""Names of other libraries, and the name that the error suggests; none for one that is like no other."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_from_elsewhere_leads_to_ours(name: str) -> None:
+    *rooms, attribute = name.split(".")
+    module: Any = getattr(cz, rooms[0]) if rooms else cz
+    text = error_message(lambda: getattr(module, attribute), AttributeError)
+    assert_says(text, f"has no attribute {attribute!r}")
+    meant = NAMES[name]
+    assert (f"Did you mean {meant}?" in text) if meant else ("Did you mean" not in text)  # type: ignore[operator]  # raised
+    for part in meant.split(".") if meant else ():
+        module = getattr(module, part)
+
+
+def warned(*calls: Call) -> list[str]:
+    suggestions.ASKED.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    assert all(x.filename == __file__ for x in caught), "a warning points at the user's line"
+    return [str(x.message) for x in caught]
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked() -> Iterator[None]:
+    with patch.object(suggestions, "ASKED", set()):
+        yield
+
+
+def calls_of(loss: Callable[[], nn.Module], *of_call: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[str]]:
+    def job() -> list[str]:
+        loss_fn = D(loss())
+        return warned(*(lambda rows=rows: loss_fn(*rows()) for rows in of_call))  # type: ignore[misc]  # a default binds it
+
+    return job
+
+
+def similarities(transposed: bool = True) -> tuple[Tensor, ...]:
+    a, b = z() * 2, z(seed=1)
+    return (a @ b.T, (a @ b.T).T) if transposed else (a @ a.T, y())
+
+
+def square(n: int = 8) -> tuple[Tensor, Tensor]:
+    return z(n, n) * 2, z(n, n, seed=1) * 2
+
+
+NO_POSITIVE = "no two samples had the same label … MPerClassBatchSampler(labels, m=2"
+SIMILARITIES = "look like a matrix of similarities … Pass the embeddings, [n, d]."
+
+WARNED: dict[str, tuple[str, Callable[[], list[str]]]] = {
+    "S and its transpose": (SIMILARITIES, calls_of(cz.Clip, *[similarities] * 2)),
+    "z zᵀ": (SIMILARITIES, calls_of(cz.SupCon, *[lambda: similarities(False)] * 2)),
+    "one sample a class": (NO_POSITIVE, calls_of(cz.SupCon, *[lambda: (z(), torch.arange(8) + 8 * rank())] * 6)),
+    "triplets of one a class": (NO_POSITIVE, calls_of(cz.Triplet, *[lambda: (z(), torch.arange(8) + 8 * rank())] * 6)),
+    "square embeddings": ("", calls_of(cz.Clip, square)),
+    "square labelled embeddings": ("", calls_of(cz.SupCon, lambda: (square()[0], y()))),
+    "a collapsed encoder": ("", calls_of(cz.Clip, lambda: (z(8, 8) * 0 + 1, z(8, 8) * 0 + 1))),
+    "two of three without positives": (
+        "",
+        calls_of(cz.SupCon, *[lambda: (z(), torch.arange(8) + 8 * rank())] * 2, *[lambda: (z(), y())] * 4),
+    ),
+    "two views": ("", calls_of(cz.Triplet, *[lambda: (z(), z(seed=1))] * 6)),
+    "positives on another rank": ("", calls_of(cz.SupCon, *[lambda: (z(), torch.arange(8))] * 6)),
+}
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_trains_wrongly_warns_once_on_every_rank_and_right_use_does_not(name: str, worlds: Worlds) -> None:
+    says, job = WARNED[name]
+    found = worlds.run(2, job)
+    assert found[0] == found[1]
+    for texts in found if name == "positives on another rank" else [*found, job()]:
+        assert len(texts) == bool(says), texts
+        assert_says(" ".join(texts), says)
+
+
+@pytest.mark.parametrize("size", ["", "1", "4"])
+def test_a_launcher_without_a_process_group_warns_once(size: str) -> None:
+    with patch.dict(os.environ, {"WORLD_SIZE": size}):
+        texts = warned(lambda: cz.NTXent()(z(), z()), lambda: D(cz.NTXent())(z(), z()))
+        assert len(texts) == (size == "4")
+        assert_says("".join(texts), "WORLD_SIZE is 4 … torch.distributed.init_process_group()" if texts else "")
+        assert warned(lambda: D(cz.NTXent(), process_group=cz.World())(z(), z())) == []
+
+
+EXTRAS = {
+    "contrastive_zoo.metrics.plots": ("matplotlib", "contrastive_zoo[plot]"),
+    "contrastive_zoo.adapters.huggingface": ("transformers", "transformers[torch]"),
+    "contrastive_zoo.adapters.torchmetrics": ("torchmetrics", "torchmetrics"),
+    "contrastive_zoo.adapters.sentence_transformers": ("sentence_transformers", "sentence-transformers[train]"),
+    "contrastive_zoo.testing.check": ("hypothesis", "contrastive_zoo[testing]"),
+}
+
+
+@pytest.mark.parametrize("module", EXTRAS)
+def test_a_missing_package_is_one_sentence(module: str) -> None:
+    package, install = EXTRAS[module]
+    code = f"import sys; sys.modules[{package!r}] = None; import {module}"
+    text = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    ).stderr.splitlines()[-1]
+    assert_says(text, f"ImportError: {module.removesuffix('.check')} needs {package} … : pip install '{install}")
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "install"),
+    [
+        ("faiss", lambda: cz.metrics.top_k(z(), z(), k=1), "contrastive_zoo[faiss]"),
+        (
+            "tqdm",
+            lambda: cz.data.mine_hard_negatives(z(), z(), z(), num_negatives=1, progress=True),
+            "contrastive_zoo[mining]",
+        ),
+        ("pytorch_metric_learning", lambda: D(lenient, prefer_native=True), "contrastive_zoo[pml]"),
+    ],
+)
+def test_a_missing_package_of_an_option_is_one_sentence(module: str, call: Call, install: str) -> None:
+    gone = {name: None for name in [module, *sys.modules] if name.split(".")[0] == module or ".pml." in name}
+    with patch.dict(sys.modules, gone):
+        assert_says(error_message(call, (ImportError, ValueError)), f"{module} … pip install '{install}'")
