@@ -31,6 +31,7 @@ class CoSENT(Loss, engine="statistics"):
     Called as ``loss(queries, keys, scores)``, q and k, [n, d], and y, [n] numbers of any scale; only their order matters.
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         similarity: of unit embeddings, ``"cosine"``, s_i = q_i·k_i, or ``"angle"``, s_i = |Re⟨q_i, k_i⟩ + Im⟨q_i, k_i⟩|
             of complex numbers whose real parts come first; an odd width is padded by a 0.
 
@@ -62,6 +63,8 @@ class CoSENT(Loss, engine="statistics"):
 
 class AnglE(CoSENT):
     """Compute the angle term of AnglE: :class:`CoSENT` with ``similarity="angle"``, this class's default.
+
+    Called as :class:`CoSENT`, with the same settings.
 
     Examples:
         >>> q, k, y = torch.eye(2), torch.ones(2, 2), torch.tensor([0.2, 0.9])

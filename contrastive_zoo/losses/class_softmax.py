@@ -25,6 +25,14 @@ class NormalizedSoftmax(ShardableClassLoss):
 
         loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t
 
+    Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
+        temperature: t > 0; a tensor or module is learnable.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        sub_centers: weight vectors for each class, of which the nearest counts.
+        shard_over: the ranks that share the classes; None keeps all weights on each.
+
     Examples:
         >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
@@ -52,7 +60,12 @@ class ProxyNCA(ShardableClassLoss):
     which is :class:`NormalizedSoftmax` at t/2. The original ProxyNCA has t = 1, without the own proxy in the sum.
 
     Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
         temperature: t > 0, in units of squared distance; 1/9 in ProxyNCA++, 1/softmax_scale in pytorch-metric-learning.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        sub_centers: weight vectors for each class, of which the nearest counts.
+        shard_over: the ranks that share the classes; None keeps all weights on each.
 
     Examples:
         >>> loss = ProxyNCA(2, 2, temperature=2.0)
@@ -79,8 +92,13 @@ class CosFace(ShardableClassLoss):
         loss_i = −log σ( s (z_i·w_{y_i} − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
     Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
         margin: m, in units of the cosine.
         scale: s > 0, dimensionless.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        sub_centers: weight vectors for each class, of which the nearest counts.
+        shard_over: the ranks that share the classes; None keeps all weights on each.
 
     Examples:
         >>> loss = CosFace(2, 2, margin=0.5, scale=2.0)
@@ -110,8 +128,13 @@ class ArcFace(ShardableClassLoss):
     For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in the authors' code.
 
     Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
         margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        sub_centers: weight vectors for each class, of which the nearest counts.
+        shard_over: the ranks that share the classes; None keeps all weights on each.
 
     Examples:
         >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
@@ -152,11 +175,14 @@ class SoftTriple(ClassLoss):
     and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges redundant ones.
 
     Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
         la: λ > 0, dimensionless.
         gamma: γ > 0, the temperature of the softmax over centres.
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
         sub_centers: K.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> loss = SoftTriple(2, 2, sub_centers=1, la=1.0, margin=0.0)
@@ -217,9 +243,12 @@ class LargeMarginSoftmax(ClassLoss):
     Equal to pytorch-metric-learning's LargeMarginSoftmaxLoss and SphereFaceLoss. The papers anneal a share of cos θ to 0.
 
     Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
         margin: m, an integer of at least 1.
         scale: s > 0.
         normalize_weights: whether weights are normalised to unit length first, as in SphereFace (A-Softmax).
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> loss = LargeMarginSoftmax(2, 2, margin=2)
@@ -253,6 +282,8 @@ class LargeMarginSoftmax(ClassLoss):
 class SphereFace(LargeMarginSoftmax):
     """Compute :class:`LargeMarginSoftmax` with ``normalize_weights=True``, this class's default.
 
+    Called as :class:`LargeMarginSoftmax`, with the same settings.
+
     Examples:
         >>> loss = SphereFace(2, 2, margin=2)
         >>> _ = loss.load_state_dict({"weights": 3 * torch.eye(2)})
@@ -283,7 +314,13 @@ class Instance(ShardableClassLoss):
     the training set, or of groups of samples. :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
 
     Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
+        temperature: t > 0; a tensor or module is learnable.
         normalize: whether embeddings and weights are normalised to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        sub_centers: weight vectors for each class, of which the nearest counts.
+        shard_over: the ranks that share the classes; None keeps all weights on each.
 
     Examples:
         >>> loss = Instance(2, 2)
@@ -319,6 +356,8 @@ class ProxyAnchor(ClassLoss):
     in nats per proxy.
 
     Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
 
@@ -354,6 +393,11 @@ class P2SGrad(ClassLoss):
         loss_i = 1/C Σ_j (z_i·w_j − [j = y_i])²
 
     Equal to pytorch-metric-learning's P2SGradLoss, but for the gradient through the normalisation of weights.
+
+    Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> loss = P2SGrad(2, 2)

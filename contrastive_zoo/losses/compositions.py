@@ -95,6 +95,8 @@ class WeightedSum(_Composition):
 
     Embeddings are gathered once for all losses.
 
+    Called as its losses are.
+
     Args:
         losses: losses of this library with the same call form. A temperature, or any other module, may be shared.
         weights: w_k; None is 1 for each, as in pytorch-metric-learning's MultipleLosses.
@@ -130,6 +132,8 @@ class Matryoshka(_Composition):
         L = Σ_m c_m · loss(z[:, :m])
 
     A loss that normalises does so for each prefix. Embeddings are gathered once for all prefixes.
+
+    Called as its loss is.
 
     Args:
         loss: a loss of this library, with any call form; its parameters are shared by all prefixes.

@@ -30,9 +30,12 @@ class ClipDistillation(Loss, engine="rows"):
     samples.
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         teacher_temperature: t' > 0.
         weight: λ from 0 (no teacher) to 1 (teacher only).
         symmetric: whether to average both directions; otherwise only from images to texts.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
@@ -113,6 +116,7 @@ class MarginMSE(Loss, engine="statistics"):
 
     Args:
         normalize: the original does not.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> q, p, n = torch.eye(2), torch.eye(2), torch.zeros(2, 1, 2)
@@ -159,6 +163,7 @@ class ScoreDistillation(Loss, engine="statistics"):
         temperature: t > 0, the student's.
         teacher_temperature: t' > 0.
         normalize: the original does not.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> q, c = torch.tensor([[1.0]]), torch.tensor([[[0.0], [0.0]]])

@@ -36,9 +36,12 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
       of one query each. In the symmetric direction only queries are candidates.
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         symmetric: whether to average with the direction from keys to queries, ``cross_entropy(k @ q.T / t, arange(N))``.
         in_batch_negatives: whether other queries' keys are negatives. If not, the first sum is its term j = i, as in MoCo's
             loss over the own key and the queue: pass ``negatives``, and not symmetric.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> eye = torch.eye(2)
@@ -113,6 +116,8 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     Args:
         temperature: t; ``LearnableTemperature(0.07)`` by default. Its parameter is ``loss.logit_scale``, log(1/t) as
             open_clip's ``model.logit_scale``, clamped to at most log(100).
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 1) − 1
@@ -143,6 +148,7 @@ class MILNCE(Loss, engine="softmax"):
         denominator: ``"exact"``, the paper's; or ``"reference"``, log(2 P_i + N_i) as in the authors' code, where the loss
             of a perfect model is log 2.
         normalize: the paper does not.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> MILNCE()(torch.eye(2), torch.eye(2)[:, None])   # log(e + 2) − 1

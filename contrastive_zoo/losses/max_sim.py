@@ -111,6 +111,7 @@ class MaxSim(LateInteractionLoss):
         symmetric: whether to average with the direction from documents to queries, without negatives.
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
         normalize: normalise each token to unit length first.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each
@@ -157,6 +158,11 @@ class MaxSimPairwise(LateInteractionLoss):
 
     Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding. A query without
     another document does not count. Documents of equal score, up to rounding, share the gradient of the maximum.
+
+    Args:
+        temperature: t > 0; a tensor or module is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each

@@ -76,8 +76,10 @@ class NNCLR(MemoryLoss, engine="softmax", has_kernel=True):
     p¹, p², [n, d] each.
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         size: number of embeddings in the memory.
-        embedding_size: d.
+        embedding_size: the width of embeddings, d.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> eye, loss = torch.eye(2), NNCLR(1, embedding_size=2, temperature=1.0)
@@ -150,9 +152,10 @@ class ReSSL(MemoryLoss, engine="statistics"):
 
     Args:
         size: number of embeddings in the memory.
-        embedding_size: d.
+        embedding_size: the width of embeddings, d.
         temperature: t > 0, the student's.
         teacher_temperature: t' > 0, smaller than t.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> eye, loss = torch.eye(2), ReSSL(8, embedding_size=2, temperature=1.0, teacher_temperature=1e-3)

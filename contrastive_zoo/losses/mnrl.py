@@ -50,6 +50,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
     - document_ids, negative_ids, query_ids: [n], [m], [n] integers; equal ids are one document or query.
 
     Args:
+        temperature: t > 0.
         directions: of the above; ``"query_to_doc"``.
         partition_mode: as above.
         hardness_mode: which candidates have h: ``"in_batch_negatives"``, ``"hard_negatives"`` (a query's own),
@@ -58,6 +59,8 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         false_negative_margin: the margin; None masks by ids only.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         mask_doc_to_doc: whether the margin masks terms of doc_to_doc.
+        normalize: normalise embeddings first.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Raises:
         ValueError: settings that contradict each other.

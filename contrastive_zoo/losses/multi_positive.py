@@ -37,10 +37,13 @@ class MultiPositive(Loss, engine="rows"):
     - weights: [n, k], non-negative; None weights all ids equally.
 
     Args:
+        temperature: t > 0.
         duplicates: where row i of queries belongs to row i of keys, and has one id, what other keys of its id are, such as a
             caption that occurs twice: ``"positive"``, targets as key i; ``"ignore"``, left out of C(i); or ``"negative"``,
             candidates like any, as in InfoNCE.
         symmetric: whether to average with the direction from keys to queries, for paired embeddings with one id each.
+        normalize: normalise embeddings first.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Examples:
         >>> eye, ids = torch.eye(2), torch.tensor([5, 5])
@@ -157,6 +160,7 @@ class NPairs(LabelledLoss, engine="rows"):
         temperature: t > 0, in units of dot products. The paper has none.
         l2: λ ≥ 0, the weight of the squared norms.
         normalize: the paper does not.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.eye(2).repeat(2, 1)

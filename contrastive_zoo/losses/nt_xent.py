@@ -29,6 +29,11 @@ class NTXent(ViewLoss, engine="softmax", has_kernel=True):
     For two views this is ``cross_entropy((z @ z.T / t).fill_diagonal_(-inf), partner)``, without the 2N × 2N matrix.
     SimCLR trains with t = 0.1 on ImageNet and 0.5 on CIFAR-10; lightly's default is 0.5.
 
+    Args:
+        temperature: t > 0; a tensor or module is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+
     Examples:
         >>> NTXent(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 2) − 1
         tensor(0.5514)
@@ -67,9 +72,12 @@ class DCL(TwoViewLoss, engine="rows"):
     Equal to lightly's DCLLoss and DCLWLoss on one process; on several ranks lightly's weights are of the local batch.
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, the logarithms of two sums are
             added, as in older releases of lightly.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
@@ -104,6 +112,8 @@ class DCL(TwoViewLoss, engine="rows"):
 
 class DCLW(DCL):
     """This class has von Mises–Fisher weights on the positives by default: it is :class:`DCL` with ``sigma=0.5``.
+
+    Called as :class:`DCL`, with the same settings.
 
     Examples:
         >>> DCLW()(torch.eye(2), torch.eye(2)).equal(DCL(sigma=0.5)(torch.eye(2), torch.eye(2)))
@@ -141,8 +151,10 @@ class HCL(TwoViewLoss, engine="rows"):
     β = 0 is the debiased loss; with τ⁺ = 0, too, NT-Xent. Equal to the authors' code on one process; computed in logarithms.
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0; a larger β weights hard negatives more.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)
@@ -172,6 +184,8 @@ class HCL(TwoViewLoss, engine="rows"):
 
 class Debiased(HCL):
     """Compute :class:`HCL` with β = 0, this class's default: corrected for negatives of the anchor's class alone.
+
+    Called as :class:`HCL`, with the same settings.
 
     Examples:
         >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)

@@ -49,12 +49,16 @@ class Contrastive(DissimilarityLoss, _PairHinges):
 
         loss = mean_{i, p∈P(i)} max(0, D_ip − pos_margin)^power  +  mean_{i, n∈N(i)} max(0, neg_margin − D_in)^power
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         pos_margin: distance up to which positives have no loss, or similarity from which on.
         neg_margin: distance from which on negatives have no loss, or similarity up to which.
         power: 1, or 2 as in the paper, which halves both terms and divides their sum by the number of all pairs.
         average: ``"nonzero"``, the mean over pairs with a loss, or ``"all"``, as pytorch-metric-learning's MeanReducer.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins, such as 1, 0.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
@@ -72,11 +76,15 @@ class SignalToNoise(_PairHinges):
 
     with variances over the d features of unit embeddings. The paper adds a regulariser, ``λ * z.sum(1).abs().mean()``.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         pos_margin: ratio up to which positives have no loss.
         neg_margin: ratio from which on negatives have no loss.
         power: the power of the hinges.
         average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-1.0, 1.0]])
@@ -99,11 +107,15 @@ class ThresholdConsistentMargin(RowLoss):
 
     over the ordered pairs of the embeddings of all ranks; an empty mean is 0.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         positive_margin: m⁺.
         negative_margin: m⁻.
         positive_weight: λ⁺.
         negative_weight: λ⁻.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
@@ -140,6 +152,8 @@ class IntraPairVariance(LabelledLoss, engine="rows"):
     Args:
         pos_eps: ε⁺.
         neg_eps: ε⁻.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -198,6 +212,8 @@ class RankedList(RowLoss):
 
     averaged over the anchors with any pair; an empty mean is 0. The weights have gradients, too.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         margin: difference of the two radii.
         alpha: α, the radius beyond which negatives have no loss.
@@ -205,6 +221,8 @@ class RankedList(RowLoss):
         t_n: T_n >= 0.
         imbalance: λ in 0 … 1, the share of the negatives.
         epsilon: added to Σ w once per embedding of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
@@ -251,6 +269,8 @@ class Margin(RowLoss):
     as in pytorch-metric-learning. With one β for all classes the last term is ν β; if β is not learnable, it is left out.
     The mean is 0 if no pair is active.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         margin: distance α between β and either side.
         beta: initial β; then the parameter, [1] or one number per class.
@@ -258,6 +278,7 @@ class Margin(RowLoss):
         learn_beta: whether β is a parameter; pytorch-metric-learning's default is False.
         nu: ν >= 0, the weight of β itself.
         reduction: ``"none"`` returns anchors' sums, without ν β.
+        normalize: normalise embeddings to unit length first.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])

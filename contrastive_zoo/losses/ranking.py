@@ -53,10 +53,14 @@ class SmoothAP(_SoftRanks):
 
     averaged over the anchors with a positive.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
         with_self: whether an anchor is its own positive, as in the authors' code and in pytorch-metric-learning, which needs
             classes of equal size, in blocks.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
@@ -84,12 +88,16 @@ class PNP(_SoftRanks):
 
     averaged over the anchors with a positive.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         variant: f. The first three grow faster than R or as fast, the last two slower.
         temperature: τ > 0, in units of similarity.
         alpha: α > 0, used by ``"Dq"``.
         b: b > 0, used by ``"Ib"``.
         with_self: whether the anchor is one of its own positives, as in pytorch-metric-learning.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
@@ -122,9 +130,12 @@ class FastAP(RowLoss):
 
     averaged over the anchors with a positive. Bin centres are 0, 4/L, … 4.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         num_bins: L, the number of steps between distances 0 and 4.
         normalize: must be True; embeddings are always normalised.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])

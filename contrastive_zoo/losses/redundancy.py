@@ -166,7 +166,7 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
     :func:`contrastive_zoo.one_step`. Equal to lightly's TiCoLoss.
 
     Args:
-        embedding_size: d.
+        embedding_size: the width of embeddings, d.
         beta: β, 0 … 1.
         rho: ρ.
 
@@ -309,6 +309,7 @@ class WMSE(ViewLoss, engine="statistics"):
 
     Args:
         eps: ε, above 0, at most 1, relative to the mean variance: 0 in the paper, which needs N ≥ 2d.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Raises:
         ValueError: an eps so small that rounding makes the covariance indefinite (on a CPU; elsewhere the loss is NaN).

@@ -34,6 +34,9 @@ class NegativeCosine(Loss, engine="statistics"):
 
     Called as ``loss(predictions, targets)``, p and z, [n, d] each.
 
+    Args:
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+
     Examples:
         >>> NegativeCosine()(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
         tensor(-0.6000)
@@ -76,6 +79,7 @@ class DINO(Loss, Stateful, engine="statistics"):
         centre_momentum: m, 0 … 1.
         temperature: τ_s > 0.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> same = torch.zeros(3, 4)
@@ -163,11 +167,13 @@ class SwAV(ViewLoss, engine="statistics"):
     ``loss.prototypes``, [K, d], drawn standard normal; the loss normalises it, as the authors do before a step.
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         num_prototypes: K.
-        embedding_size: d.
+        embedding_size: the width of embeddings, d.
         epsilon: ε > 0, the temperature of the assignments.
         iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)

@@ -38,6 +38,8 @@ class SigLIP(ImageTextLoss, LogitScale, engine="sigmoid", has_kernel=True):
     Args:
         temperature: t; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2))   # log(1 + e⁻¹) + log 2
@@ -69,6 +71,8 @@ class SupSigmoid(AnchorLoss, LogitScale, engine="sigmoid"):
     Args:
         temperature: t; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3

@@ -29,10 +29,14 @@ class Circle(RowLoss):
 
     averaged over the anchors with a positive and a negative.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         m: relaxation, the radius of the decision boundary.
         gamma: γ > 0, scale; the paper's pairs (m, γ) are 0.25, 256 for faces, 0.25, 128 for persons, 0.4, 80 for images.
         average: ``"nonzero"`` leaves out anchors whose loss has underflowed to 0, as pytorch-metric-learning does.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -63,12 +67,16 @@ class MultiSimilarity(RowLoss):
 
     averaged over all anchors with any pair.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         alpha: α > 0, how much the least similar positives dominate.
         beta: β > 0, how much the most similar negatives dominate.
         base: λ, a similarity.
         epsilon: if given, the paper's mining, as pytorch-metric-learning's MultiSimilarityMiner: only negatives with
             s_in > min_p s_ip − ε and positives with s_ip < max_n s_in + ε.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -107,6 +115,7 @@ class LiftedStructure(LabelledLoss, engine="rows"):
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
         normalize: the paper does not.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -156,10 +165,14 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
 
     averaged over the anchors with a positive and a negative. pytorch-metric-learning counts other anchors, too.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         pos_margin: in units of the metric.
         neg_margin: in units of the metric; the paper's margin is neg_margin − pos_margin.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])

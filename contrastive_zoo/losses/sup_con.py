@@ -42,10 +42,12 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
       local sample. An embedding is never its own positive.
 
     Args:
+        temperature: t > 0.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in, whose last term is log mean_{p∈P(i)} exp(z_i·z_p / t).
         contrast_mode: ``"all"`` views are anchors, or the first (``"one"``); candidates are always all views.
         base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
         reduction: with views ``"none"`` is for the local anchors sample by sample, [n · v].
+        normalize: normalise embeddings first.
 
     Raises:
         ValueError: labels together with a mask, or a mask without a column for each sample of all ranks.
@@ -167,9 +169,14 @@ class SINCERE(RowLoss):
 
         loss_i = mean_{p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((z_i·z_n − z_i·z_p) / t) )
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
             which is pytorch-metric-learning's NTXentLoss on labelled embeddings, with memory linear in N.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> SINCERE(temperature=1.0)(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻¹); row 2 has none
@@ -200,10 +207,14 @@ class TupletMargin(RowLoss):
 
     Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``; where θ_ip = 0 the gradient is zero.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         temperature: t, the paper's 1/s.
         margin: β in degrees, 0 to 180.
         average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # log(1 + exp(0 − cos 60°))
@@ -236,8 +247,12 @@ class NCA(RowLoss):
     averaged over the anchors that have a positive. Equal to pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``,
     which leaves out anchors whose probability underflows.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         temperature: t > 0, in units of squared distance.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> NCA()(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻²); row 2 has no positive

@@ -33,6 +33,8 @@ class Triplet(DissimilarityLoss):
 
         loss = mean_{(i,p,n)} max(0, D_ip − D_in + margin)        soft: log(1 + exp(D_ip − D_in + margin))
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         margin: in units of the metric; negative or 0 are allowed.
         mining: ``"all"``; ``"hard"``, an anchor's farthest positive with its nearest negative; ``"semi-hard"``, all with
@@ -41,6 +43,8 @@ class Triplet(DissimilarityLoss):
         metric: ``"distance"``, ``"squared distance"`` (FaceNet) or ``"similarity"``, of which D is the negative.
         average: over the triplets with a loss (``"nonzero"``, pytorch-metric-learning's default) or over all mined ones
             (``"all"``, its MeanReducer).
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Raises:
         ValueError: semi-hard mining with a margin that is not positive.
@@ -101,8 +105,12 @@ class Angular(RowLoss):
 
         loss = mean_{i, p∈P(i)} log(1 + Σ_{n∈N(i)} exp(4 tan²α (z_i + z_p)·z_n − 2 (1 + tan²α) z_i·z_p))
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
+
     Args:
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -147,6 +155,8 @@ class MegaBatchMargin(Loss, engine="rows"):
     Args:
         positive_margin: m⁺, the similarity from which on a pair has no loss.
         negative_margin: m⁻, the similarity up to which a negative has no loss.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.8, 0.6]])
@@ -201,6 +211,7 @@ class DynamicSoftMargin(Loss, Stateful, engine="rows"):
     Args:
         num_bins: number of steps from −2 to 2; a few hundred, since F is linear within a step.
         momentum: m, the share of this batch, 0 … 1.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> eye, loss = torch.eye(2), DynamicSoftMargin(2)

@@ -171,6 +171,8 @@ class KoLeo(EmbeddingLoss, engine="rows"):
 
     Args:
         eps: ε > 0.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
     Examples:
         >>> KoLeo()(torch.eye(3))   # −log √2
@@ -226,7 +228,7 @@ class SIGReg(EmbeddingLoss, Stateful, engine="statistics"):
     accelerator draws other ones than a CPU. Move the loss to the device of its embeddings.
 
     Args:
-        embedding_size: d.
+        embedding_size: the width of embeddings, d.
         num_slices: m, the number of directions.
         num_points: two or more points of the integral from 0 to T; the integrand is even.
         limit: T > 0.
