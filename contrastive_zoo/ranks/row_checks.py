@@ -89,6 +89,8 @@ def not_tensor_problem(name: str, x: Any) -> str:
     holds = [*x[:1]] if isinstance(x, (list, tuple)) else []
     if (isinstance(x, np.ndarray) and x.dtype.kind in "USO") or (holds and isinstance(holds[0], str)):
         of = "an array" if isinstance(x, np.ndarray) else f"a {kind}"
+        if "label" not in name:
+            return f"{name} must be a tensor, got {of} of str. Pass the embeddings that a model makes of them."
         return f"{name} must be integers, one per row, got {of} of str. Number the classes, the same on every rank."
     if isinstance(x, np.ndarray):
         return f"{name} must be a tensor, got {kind}. Pass torch.from_numpy({word})."
