@@ -33,6 +33,7 @@ class ClipLoss(nn.Module):
             ``local_loss``, ``gather_with_grad``, ``rank`` and ``world_size`` have no counterpart.
 
     Raises:
+        TypeError: one of open_clip's options.
         ValueError: as :class:`contrastive_zoo.DistributedLoss`; a scale that is not positive.
 
     Examples:
