@@ -69,7 +69,7 @@ def room(module: str) -> int:
     return ROOMS.index(module.partition(".")[0])
 
 
-FORMULAS = [module for module in modules("losses") if module not in MEMORIES]
+FORMULAS = [module for module in modules("losses") if module not in {"losses", *MEMORIES}]
 
 
 IMPORTS = """import json, sys

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,8 @@ def fed(kind: Any, arguments: Arguments | None, prepare: Callable[[Any], object]
     """Return the loss, which makes its arguments from those of a call of the table."""
 
     class Fed(kind):
+        takes_any_width: ClassVar[bool] = arguments is not None
+
         def __post_init__(self) -> None:
             super().__post_init__()
             if prepare is not None:

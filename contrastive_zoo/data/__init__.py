@@ -1,5 +1,7 @@
 """Before a batch and after it: batch samplers and hard-negative mining, the same for every split over the ranks."""
 
+from typing import TYPE_CHECKING
+
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
@@ -23,4 +25,5 @@ __all__ = [
     "token_chunks",
 ]
 
-__getattr__ = missing(__name__, __all__)
+if not TYPE_CHECKING:  # a checker would take any name
+    __getattr__ = missing(__name__, __all__)

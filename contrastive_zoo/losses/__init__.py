@@ -1,5 +1,7 @@
 """The losses, a file for each family, memories of earlier batches and the momentum encoder included."""
 
+from typing import TYPE_CHECKING
+
 from contrastive_zoo.losses.annotated_pairs import AnglE, CoSENT, OnlineContrastive
 from contrastive_zoo.losses.class_softmax import (
     ArcFace,
@@ -61,4 +63,5 @@ __all__ = [
     "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "VIbCReg", "WeightedSum",
 ]  # fmt: skip
 
-__getattr__ = missing(__name__, __all__)
+if not TYPE_CHECKING:  # a checker would take any name
+    __getattr__ = missing(__name__, __all__)

@@ -35,7 +35,7 @@ R = TypeVar("R", default=Any)  # what the loss returns
 GradReduction = Literal["mean", "sum"]
 
 
-_MODELS = tuple(f"torch.nn.modules.{x}" for x in ("linear", "conv", "container", "transformer"))
+_MODELS = tuple(f"torch.nn.modules.{x}" for x in ("linear", "conv", "transformer"))
 _MODELS += ("transformers.models.", "torchvision.models.", "timm.models.")
 """Modules whose classes are no losses."""
 

@@ -193,8 +193,9 @@ def _kind(x: Any) -> tuple[str, str]:
 
 def model_problem(loss: nn.Module, value: Any) -> str | None:
     """Return that a module with parameters has returned embeddings, as an encoder does, in words, or None."""
-    is_model = isinstance(value, Tensor) and value.ndim > 1 and next(loss.parameters(), None) is not None
-    if not is_model or isinstance(loss, Loss):
+    # a square matrix has the losses of pairs
+    is_matrix = isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] != value.shape[1]
+    if not is_matrix or next(loss.parameters(), None) is None or isinstance(loss, Loss):
         return None
     return (
         f"a loss returns one number, got {described(value)}, as from a model. Wrap the loss and call it with the model's "

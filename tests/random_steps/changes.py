@@ -31,7 +31,7 @@ class Change(NamedTuple):
 def changes_of(wrapper: cz.DistributedLoss) -> list[list[Change]]:
     """Return all changes of one rank, in groups."""
     loss = wrapper.loss
-    groups = [_of_call(), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss)]
+    groups = [_of_call(loss), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss)]
     if isinstance(loss, nn.Module):
         groups += [_of_module(path or "the loss", module) for path, module in loss.named_modules()]
     else:
@@ -56,7 +56,7 @@ def of_user_code(loss: Any) -> Iterator[Change]:
         yield Change("an unshared parameter", _put(put, "no", loss.shares), hidden=True, right=False)
 
 
-def _of_call() -> Iterator[Change]:
+def _of_call(loss: Any) -> Iterator[Change]:
     floats: dict[str, Callable[[Tensor], Tensor]] = {
         "float32 rows": lambda x: x.float(),
         "wider rows": lambda x: torch.cat([x, x[..., :1]], -1),
@@ -65,6 +65,8 @@ def _of_call() -> Iterator[Change]:
         "rows of one more dimension": lambda x: x[:, None],
         "an expanded view": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     }
+    if getattr(loss, "takes_any_width", False):
+        del floats["wider rows"]
     for what, change in floats.items():
         yield Change(what, of_rows=functools.partial(_each, change, floats=True))
     yield Change("short labels", of_rows=functools.partial(_each, lambda x: x.int(), floats=False))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
+from contrastive_zoo.loss_base.loss_modules import is_third_party
 from tests.helpers import EXACT, distance
 from tests.random_steps.changes import Change, Rows, changes_of, of_user_code
 from tests.random_steps.losses import LOSSES, D, Loss, global_rows, local_rows
@@ -183,7 +184,10 @@ class Rank:
         assert what in ("", change.what), f"no such change; these are there: {[x.what for of in changes for x in of]}"
         undo = self.stack.enter_context(contextlib.ExitStack())
         sees_embeddings = self.hooked or (self.kind.user_code and self.kind.remembers)  # on every rank, in unknown ways
-        unwritten = self.kind.remembers and not self.called  # buffers, which are compared from the second call on
+        # buffers of a class of the user's are compared from the second call on
+        unwritten = (
+            not self.called and isinstance(self.loss, nn.Module) and any(map(_is_user_state, self.loss.modules()))
+        )
         hidden, wrong = change.hidden or sees_embeddings or unwritten, ""
         if everywhere:
             undo.enter_context(next(x.made for x in of_user_code(self.twin) if x.what == change.what)())
@@ -265,6 +269,10 @@ class Rank:
         with torch.no_grad():
             for parameter in (*parameters_of(self.loss), *parameters_of(self.twin)):
                 parameter.mul_(MOVE)
+
+
+def _is_user_state(module: nn.Module) -> bool:
+    return bool(module._buffers) and is_third_party(type(module))
 
 
 @dataclass
