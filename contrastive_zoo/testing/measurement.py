@@ -119,8 +119,8 @@ def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcom
         for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
             seed(plan.first_seed + world.rank)
     for index, of_step in enumerate(batches):
-        # every second step takes the general path, in which ranks split the work
-        with splitting(always=index % 2 == 0):
+        # every second step takes the general path, in which ranks split the work; the batch says which is first
+        with splitting(always=(index + steps[0].seed) % 2 == 0):
             try:
                 outcomes.append(subject.measure([local_shard(case, x, plan) for x in of_step], plan))
             except expected_errors as error:

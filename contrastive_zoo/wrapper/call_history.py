@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.devices import DIFFERENTIABLE, ValueCheck, on_cpu, read_later
 from contrastive_zoo.ranks.fingerprint import Fingerprint, Numbers, fingerprint, level_of, norm_and_sketch
-from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.session import Findings, Session
 from contrastive_zoo.ranks.suggestions import warn_once
 
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
@@ -123,10 +123,18 @@ class CallHistory:
             numbers = read_later(torch.cat([x.numbers.long() for x in here]))
             self.checks.append(([(len(x.numbers), x.problem) for x in here], numbers))
 
-    def look_for_positives(self, name: str, labels: Tensor | None) -> None:
+    def look_at_values(self, name: str, findings: Findings, *, positives: bool) -> None:
+        """Start to look at the values of a call, and for ``positives`` whether its samples have any."""
+        checks = [*(findings.later or ())]
+        if positives and findings.labels is not None:
+            checks += self._positives_check(name, findings.labels)
+        if checks:
+            self.look_later(checks)
+
+    def _positives_check(self, name: str, labels: Tensor) -> list[ValueCheck]:
         """Warn if no sample shares its label with another one in each of the first batches with labels."""
-        if labels is None or self.labelled == _LABELLED or len(labels) < _SAMPLES:
-            return
+        if self.labelled == _LABELLED or len(labels) < _SAMPLES:
+            return []
         self.labelled += 1
 
         def count(has_positive: Sequence[float]) -> None:
@@ -135,7 +143,7 @@ class CallHistory:
                 warn_once(f"{name}: {_NO_POSITIVES}")
 
         in_order = labels.sort().values
-        self.look_later([ValueCheck((in_order[1:] == in_order[:-1]).any()[None], count)])
+        return [ValueCheck((in_order[1:] == in_order[:-1]).any()[None], count)]
 
     def values_problem(self) -> str | None:
         """What was wrong with the values that the previous call looked at on an accelerator, once; None if nothing was."""

@@ -263,9 +263,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             value = call.mine_and_compute(session)
             if isinstance(bare, nn.Module) and (problem := model_problem(bare, value)) is not None:
                 refuse(loss_name(bare), problem, world=session)
-        self._history.look_for_positives(loss_name(bare), session.findings.labels)
-        if session.findings.later:
-            self._history.look_later(session.findings.later)
+        self._history.look_at_values(loss_name(bare), session.findings, positives=self.check_finite)
         if observer is not None:
             rows = call.inputs.rows
             observer.observe(bare, rows, [Shards((len(x),)) for x in rows.values()], session)

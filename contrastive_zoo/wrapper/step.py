@@ -125,9 +125,7 @@ class DistributedStep(ABC):
         except BaseException as error:
             report(error, session)
             raise
-        if session.findings.later:
-            history.look_later(session.findings.later)
-        history.look_for_positives(self.name, session.findings.labels)
+        history.look_at_values(self.name, session.findings, positives=self.options.check_finite)
         if of_all and self.options.check_equal:
             history.remember_value(value)
         history.draws |= session.findings.draws

@@ -247,7 +247,7 @@ MISTAKES = {
     "k of leave one out": (lambda: hit_rate_at_k(ONES, labels=IDS, k=6), ("1 and the 5 rows",)),
     "no faiss on one rank": (
         lambda: without("faiss", lambda: top_k(ONES, OTHERS, k=1)),
-        ("rank 1", "pip install contrastive_zoo[faiss]"),
+        ("rank 1", "pip install 'contrastive_zoo[faiss]'"),
     ),
     "k is zero": (lambda: hit_rate_at_k(ONES, OTHERS, k=0), ("k is between 1", "got 0")),
     "k differs": (lambda: evaluate(ONES, OTHERS, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
