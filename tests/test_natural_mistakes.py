@@ -49,7 +49,7 @@ def output() -> Output:
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(5, 4, dtype=torch.float64)
+        self.head = nn.Linear(5, 4, bias=False, dtype=torch.float64)
         nn.init.eye_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
