@@ -1,6 +1,7 @@
 """Value, encoder gradient and parameter gradient are those of one process, for every loss and every split."""
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import plan
+from contrastive_zoo.engine import plan, small_batch
 from contrastive_zoo.testing.batch import GlobalBatch, global_batches
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
@@ -18,6 +19,7 @@ from contrastive_zoo.testing.invariants import (
     Invariant,
     finite_at_extremes,
     same_at_later_steps,
+    same_encoder_gradient,
     same_random_numbers,
     same_sharded_gradient,
 )
@@ -57,6 +59,22 @@ def test_the_contract_holds(entry: Entry, batch, temperature, learnt, reduction,
 
     trial = require_contract(replace(entry.case(trainer), make=make), batch, pools)
     assert not learnt or trial.on_one_process().parameters
+
+
+@pytest.mark.path("users")
+def test_one_step_takes_either_path(monkeypatch, pools: Pools) -> None:
+    """The mutant writes a rank's gradient to other samples, in small batches of several ranks only."""
+    gradient = small_batch._gradient_of_rows
+
+    def misplaced(w, q, k, local_slice, views, count):
+        found = gradient(w, q, k, local_slice, views, count)
+        return found if local_slice is None else found.roll(1, 0)
+
+    monkeypatch.setattr(small_batch, "_gradient_of_rows", misplaced)
+    case = Entry("NTXent", cz.NTXent, dense_nt_xent).case()
+    for seed, caught in ((1, pytest.raises(Broken)), (2, nullcontext())):
+        with caught:
+            same_encoder_gradient(Trial(case, GlobalBatch((3, 2), d=3, seed=seed), pools.threads))
 
 
 class LaterStep(torch.nn.Module):

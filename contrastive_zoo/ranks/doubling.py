@@ -16,9 +16,8 @@ class Doubling(threading.Thread):
     def __init__(self, x: Tensor, gathered: Tensor, group: dist.ProcessGroup, tag: int) -> None:
         super().__init__(daemon=True, name="contrastive_zoo gather")
         self.gathered, self.group, self.tag = gathered, group, tag
-        self.inference = (
-            torch.is_inference_mode_enabled()
-        )  # of the caller's thread; only there its tensors may be written
+        # of the caller's thread; only in that mode its tensors may be written
+        self.inference = torch.is_inference_mode_enabled()
         gathered[group.rank()] = x
         self.start()
 

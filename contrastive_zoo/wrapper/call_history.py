@@ -40,9 +40,8 @@ class CallHistory:
         self.wrapper = 0  # the number of the handshake of its first call, by which all ranks know it; 0 before
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
-        self.labelled = self.lonely = (
-            0  # of the first calls with labels, those that were looked at; those without positives
-        )
+        self.labelled = 0  # how many of the first calls with labels were looked at for positives
+        self.lonely = 0  # how many of these had none
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self._equal: dict[str, int] = {}  # how many calls in a row an argument has been equal on all ranks
         self.due = False  # whether a few samples of all ranks come with the next handshake
