@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import runpy
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from contrastive_zoo.testing._rank import prepared_forkserver
-from contrastive_zoo.testing.auditing.launch import environment, local_store
+from contrastive_zoo.testing.auditing.launch import environment, local_store, run_script
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -82,12 +81,9 @@ def _main(folder: Path, directory: str, variables: dict[str, str], arguments: tu
         os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)
     first, *rest = arguments
+    is_module = first == "-m"
+    sys.argv = [first, *rest[first == "-c" :]]
     if first == "-c":
-        sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
-    elif first == "-m":
-        sys.argv = ["-m", *rest[1:]]
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [first, *rest]
-        runpy.run_path(first, run_name="__main__")
+        run_script(rest[0] if is_module else first, is_module)

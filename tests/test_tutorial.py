@@ -37,12 +37,11 @@ TOLERANCES = {
     "sentence_transformers_trainer": 1e-6,
 }
 PROGRAM = """
-import os, runpy, sys, torch
+import sys, torch
+from contrastive_zoo.testing.auditing.launch import run_script
 torch.set_default_dtype(torch.{})
 sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-sys.stdout.flush()
-os._exit(0)  # DDP keeps a reference to the process group, whose threads may then hinder the interpreter from ending
+run_script(sys.argv[0], is_module=False)
 """
 
 

@@ -24,6 +24,7 @@ from contrastive_zoo.testing.auditing.launch import OF_OWN_PROCESSES, WITHOUT_GP
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.report import AuditReport
 from tests.helpers import EVERY_CASE
+from tests.interpreter import torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = """
@@ -211,3 +212,22 @@ def test_ranks_of_several_nodes_have_a_number_in_their_node() -> None:
     assert [[int(x[name]) for name in names] for x in variables] == [[r, r % 2, r // 2, 4, 2] for r in range(4)]
     with pytest.raises(ValueError, match="nodes divides every number of processes"):
         audit_script([__file__], world_sizes=[2, 3], nodes=2)
+
+
+# The loss's backward pass leaves a Python object to the thread of the all-reduce, which never gets the interpreter's lock.
+ENDS_AT_ONCE = """
+import sys, torch, torch.distributed as dist
+import contrastive_zoo as cz
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+sys.setswitchinterval(1e6)
+cz.SupCon()(model(torch.ones(4, 2)), torch.tensor([0, 0, 1, 1])).backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit()"])
+def test_a_script_whose_model_dies_with_its_group_ends(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_AT_ONCE + end)
+    assert torchrun(2, str(script), timeout=120).returncode == 0

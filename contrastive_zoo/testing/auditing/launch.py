@@ -365,6 +365,23 @@ def _compared(recorder: Recorder, train: Callable[[], object]) -> WorldReport:
     return result[0]
 
 
+_kept: list[object] = []
+
+
+def run_script(script: str, is_module: bool) -> None:
+    """Run a script, or a module by name, as ``python`` does; its global variables live as long as the process.
+
+    A DDP module that dies takes its gloo group with it. torch then waits for the group's threads and keeps the lock that
+    they need to drop their last message: such a process would never end.
+    """
+    run = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
+    try:
+        _kept.append(run(script, run_name="__main__"))
+    except BaseException as ended:  # by sys.exit() too: its traceback holds the variables
+        _kept.append(ended)
+        raise
+
+
 def main() -> NoReturn:
     """Run ``script.py`` or ``-m module`` with its arguments as ``python`` does."""
     folder, name, steps, losses, *command = sys.argv[1:]
@@ -372,11 +389,10 @@ def main() -> NoReturn:
     script, *arguments = command[1:] if is_module else command
     sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)
     sys.argv = [script, *arguments]
-    run = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
     further = [x for x in losses.split(",") if x]
     stack = Path(folder, f"{name}.stack").open("w")  # noqa: SIM115 - stays open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    record_script(Path(folder), name, int(steps), further, lambda: run(script, run_name="__main__"))
+    record_script(Path(folder), name, int(steps), further, lambda: run_script(script, is_module))
 
 
 if __name__ == "__main__":
