@@ -39,6 +39,8 @@ def _finished(variables: list[dict[str, str]], arguments: tuple[str, ...], timeo
         folders = [Path(name, str(rank)) for rank in range(len(variables))]
         for folder in folders:
             folder.mkdir()
+            (folder / "stdout").touch()
+            (folder / "stderr").touch()
         jobs = ((x, os.getcwd(), dict(os.environ) | y, arguments) for x, y in zip(folders, variables, strict=True))
         with forked(_main, jobs) as processes:
             _wait(processes, timeout)
@@ -81,9 +83,12 @@ def _main(folder: Path, directory: str, variables: dict[str, str], arguments: tu
         os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)
     first, *rest = arguments
-    is_module = first == "-m"
-    sys.argv = [first, *rest[first == "-c" :]]
     if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        run_script(rest[0], is_module=True)
     else:
-        run_script(rest[0] if is_module else first, is_module)
+        sys.argv = [first, *rest]
+        run_script(first, is_module=False)
