@@ -80,6 +80,7 @@ def test_a_loss_of_pytorch_metric_learning(wrap: bool, here: Here) -> None:
     assert (json.loads(out)["diagnosis"] or {"mistake": ""})["mistake"] == ("" if wrap else "local negatives")
 
 
+@pytest.mark.audit
 def test_json_on_the_output_is_json_whatever_the_loss_prints(tmp_path: Path) -> None:
     source = """
         import os

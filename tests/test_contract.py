@@ -157,9 +157,9 @@ class NoisyHard(BatchHard):
 
 
 MANY_RANKS = [
-    *((entry, (0, 2, 0, 1, 3, 0, 0, 1)) for entry in WHOLE_ZOO[:: 1 if EVERY_CASE else 6]),
-    *((entry, (*[0] * 9, 4, 0, 1, *[0] * 4, 2)) for entry in WHOLE_ZOO[:: 2 if EVERY_CASE else 13]),
-    *((entry, (*[0] * 30, 3, *[0] * 31, 1, 2)) for entry in WHOLE_ZOO[4 :: 5 if EVERY_CASE else 40]),
+    *((entry, (0, 2, 0, 1, 3, 0, 0, 1)) for entry in WHOLE_ZOO[:: 1 if EVERY_CASE else 16]),
+    *((entry, (*[0] * 9, 4, 0, 1, *[0] * 4, 2)) for entry in WHOLE_ZOO[1 :: 2 if EVERY_CASE else 30]),
+    *((entry, (*[0] * 30, 3, *[0] * 31, 1, 2)) for entry in WHOLE_ZOO[4 :: 5 if EVERY_CASE else 60]),
 ]
 
 

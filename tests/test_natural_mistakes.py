@@ -1,7 +1,6 @@
 """Mistakes of a first hour say what to do, on one process and on two; obeying the sentence works."""
 
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks import suggestions
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import assert_says, error_message, numbers, refused
+from tests.interpreter import python
 
 Call = Callable[[], Any]
 
@@ -321,10 +321,11 @@ EXTRAS = {
 @pytest.mark.parametrize("module", EXTRAS)
 def test_a_missing_package_is_one_sentence(module: str) -> None:
     package, install = EXTRAS[module]
-    code = f"import sys; sys.modules[{package!r}] = None; import {module}"
-    text = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    ).stderr.splitlines()[-1]
+    room = module.rpartition(".")[0]
+    again = f"[sys.modules.pop(x) for x in list(sys.modules) if x.startswith({room!r})]"
+    text = python("-c", f"import sys; {again}; sys.modules[{package!r}] = None; import {module}").stderr.splitlines()[
+        -1
+    ]
     assert_says(text, f"ImportError: {module.removesuffix('.check')} needs {package} … : pip install '{install}")
 
 

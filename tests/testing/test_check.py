@@ -77,6 +77,7 @@ def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> N
     assert report.ok == (recipe.mistake is None)
 
 
+@pytest.mark.audit
 def test_a_failure_has_a_small_counterexample_the_diagnosis_and_the_fix(
     impatient: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def sleeping(is_asleep: Callable[[], bool]) -> Callable[[], Any]:
     return lambda: loss
 
 
+@pytest.mark.audit
 def test_a_loss_that_does_not_return_cannot_be_checked_and_is_no_hang_of_a_collective() -> None:
     with Worlds(timeout=0.5, grace=0.3) as worlds:
         with pytest.raises(

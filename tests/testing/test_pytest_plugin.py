@@ -99,6 +99,7 @@ def test_both(rank):
     assert "pytest_plugin.py" not in text  # nothing of ours between the reader and the line that failed
 
 
+@pytest.mark.audit
 def test_a_hang_ends_and_the_next_test_runs(run) -> None:
     result = run(
         """

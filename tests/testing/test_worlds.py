@@ -273,7 +273,10 @@ FAILURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAILURES)
+WAITS = {name for name, (_, _, _, waits, _) in FAILURES.items() if waits}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.audit] * (x in WAITS)) for x in FAILURES])
 def test_a_job_that_fails_says_why_and_the_next_one_runs(worlds, name):
     job, words, errors, waiting, is_kept = FAILURES[name]
     if worlds.threads:
@@ -366,6 +369,7 @@ print(*worlds.run(2, os.getpid))
 """
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize("how", ["file", "-c", "stdin", "-m"] if EVERY_CASE else ["file"])
 def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -380,6 +384,7 @@ def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
     assert end_soon(list(map(int, lines[2].split())))  # the script does not close the pool
 
 
+@pytest.mark.audit
 def test_ranks_in_a_collective_die_with_a_parent_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     code = textwrap.dedent("""
