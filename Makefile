@@ -72,18 +72,16 @@ types: .venv/.installed
 	$(INSTALL) -e '.[examples]'
 	touch $@
 
-# the recipes of the trainers on CPU, compared with one process; then other set-ups of them, and mistakes
+# the tutorial and the recipes of the trainers on CPU, compared with one process; then edits of them, and mistakes
 examples: .venv/.installed
-	$(BIN)/python -m pytest -q tests/test_tutorial.py
-	$(BIN)/python -W ignore -m examples
+	$(BIN)/python -m pytest -q tests/test_tutorial.py tests/test_recipes.py
 
 # every part of a page that a program writes, but for times and bytes, which `make bench` measures
 pages: .venv/.examples-installed .venv/.peers-installed
-	for page in zoo_page paths_page gallery_page trainers_page notebook; do \
+	for page in zoo_page paths_page gallery_page notebook; do \
 		$(BIN)/python -W ignore -m tools.$$page || exit 1; done
 	$(BIN)/python -W ignore -m examples.demo --docs
 	$(BIN)/python docs/figures.py
-	$(BIN)/python benchmarks/accuracy.py --docs
 
 # the pages are built from sources: none of the libraries that tests and examples need
 .venv/.docs-installed: pyproject.toml .ci/constraints.txt | $(BIN)/python
@@ -132,7 +130,7 @@ versions:
 		tests/test_handshake.py tests/test_state.py tests/test_extremes.py
 
 bench: .venv/.peers-installed
-	for program in bench memory freed_memory ring retrieval; do $(BIN)/python benchmarks/$$program.py --docs || exit 1; done
+	for program in bench memory ring retrieval; do $(BIN)/python benchmarks/$$program.py --docs || exit 1; done
 
 # kernels compiled ahead of time by other versions of Triton: none may spill registers
 TRITONS = 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0

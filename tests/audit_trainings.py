@@ -1,4 +1,4 @@
-"""Trainings that the audit names or does not accuse, besides those of the examples, and how they are audited."""
+"""Trainings that the audit names or does not accuse, besides those of tests/audit_corpus.py, and how they are audited."""
 
 import importlib
 import math
@@ -33,10 +33,16 @@ from contrastive_zoo.testing.auditing.launch import (
     wait_for_records,
 )
 from contrastive_zoo.testing.report import AuditReport, WorldReport
-from examples.ddp import add_up
-from examples.digits import make_dataset, make_encoder, make_loader, make_loss
-from examples.mistakes import BATCH_SIZE, LEARNING_RATE, SAMPLES, Right
-from examples.setup import Trained
+from tests.digits import (
+    LEARNING_RATE,
+    SAMPLES,
+    Right,
+    add_up,
+    make_dataset,
+    make_encoder,
+    make_loader,
+    make_loss,
+)
 from tests.interpreter import forked
 
 TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
@@ -66,7 +72,7 @@ def variant(name: str, mistake: str | None = None, base: type = Right) -> Callab
 @variant("the same shard on every rank", "same shard")
 def _(x: Any) -> None:
     x.loss_fn = cz.DistributedLoss(make_loss(), check_distinct=False)
-    x.loader = make_loader(0, x.world_size, samples=SAMPLES, batch_size=BATCH_SIZE)
+    x.loader = make_loader(0, x.world_size)
 
 
 @variant("every rank draws from all samples", "not sharded")
@@ -78,7 +84,43 @@ def _(x: Any) -> None:
 
 @variant("one rank has fewer batches", "different numbers of steps")
 def _(x: Any) -> None:
-    x.loader = make_loader(x.rank, x.world_size, samples=70 if x.rank else SAMPLES, batch_size=BATCH_SIZE)
+    x.loader = make_loader(x.rank, x.world_size, samples=70 if x.rank else SAMPLES)
+
+
+@variant("loss parameters never zeroed", "never zeroed")
+def _(x: Any) -> None:
+    x.zero_grad = lambda optimizer: x.model.zero_grad()
+
+
+@variant("loss × W", "times W")
+def _(x: Any) -> None:
+    x.loss = lambda *batch: x.world_size * Right.loss(x, *batch)
+
+
+@variant("gathered before the loss, not checked", "gathered first")
+def _(x: Any) -> None:
+    x.loss_fn, all_gather = cz.DistributedLoss(make_loss(), check_distinct=False), cz.collectives.all_gather
+    x.loss = lambda images, labels: x.loss_fn(all_gather(x.model(images)), all_gather(labels))
+
+
+@variant("local loss, parameters in DDP", "local negatives")
+def _(x: Any) -> None:
+    x.loss_fn = DistributedDataParallel(make_loss())
+
+
+@variant('"sum" with a trainer that averages', "trainer averages")
+def _(x: Any) -> None:
+    x.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
+
+
+@variant('"mean" with a trainer that sums', "trainer sums")
+def _(x: Any) -> None:
+    x.model.register_comm_hook(None, add_up)
+
+
+@variant("no set_epoch", "no set_epoch")
+def _(x: Any) -> None:
+    x.start_epoch = lambda epoch: None
 
 
 @variant("gradients not reduced", "not reduced")
@@ -479,7 +521,7 @@ class AfterReference(OpenClip):
 class Accumulating(Right):
     divisor = 4.0
 
-    def train(self) -> Trained:
+    def train(self) -> None:
         optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE)
         for i, batch in enumerate(self.loader):
             with nullcontext() if i % 4 == 3 else self.model.no_sync():
@@ -487,7 +529,6 @@ class Accumulating(Right):
             if i % 4 == 3:
                 optimizer.step()
                 optimizer.zero_grad()
-        return Trained.of(self.model, self.loss_fn)
 
 
 @training("micro-batches that are parts of a batch")
@@ -513,7 +554,7 @@ STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
 
 
 def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -> WorldReport:
-    """Audit a training of this module, or a set-up of an example, in processes of their own."""
+    """Audit a training of this module, or of another one, in processes of their own."""
     start, steps = time.monotonic(), steps or STEPS.get(name, 3)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -542,9 +583,7 @@ def _rank(folder: str, file: str, rank: int, world_size: int, port: int, module:
 
 
 def setup(module: str, name: str) -> Callable[[], object]:
-    found = importlib.import_module(module)
-    setups = {x.name: x.train for x in getattr(found, "SETUPS", ())}
-    return setups.get(name, lambda: found.run(name))
+    return lambda: importlib.import_module(module).run(name)
 
 
 def audit_here(module: str, name: str, without: str = "") -> AuditReport:

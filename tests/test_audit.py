@@ -36,58 +36,19 @@ pytestmark = [pytest.mark.audit, pytest.mark.filterwarnings("ignore")]  # traine
 ROOT = Path(__file__).parent.parent
 OWN = "tests.audit_trainings"
 
-IN_A_POOL = {
-    "examples.mistakes": {
-        "loss parameters not in the optimizer": ["not optimized"],
-        "loss parameters never zeroed": ["never zeroed"],
-        "gathered before the loss, not checked": ["gathered first"],
-        '"sum" with a trainer that averages': ["trainer averages"],
-        '"mean" with a trainer that sums': ["trainer sums"],
-        "loss × W": ["times W"],
-        "local loss, parameters outside DDP": ["local negatives"],
-        "local loss, parameters in DDP": ["local negatives"],
-    },
-    "examples.ddp": {
-        "accumulation of 5 batches with no_sync": [],
-        "the loss in the model, a communication hook that sums": [],
-    },
-    "examples.amp": {"autocast to bfloat16, parameters in float32": [], "GradScaler, float64": []},
-    OWN: {
-        name: [mistake] if mistake else []
-        for name, (_, mistake) in audit_trainings.TRAININGS.items()
-        if mistake not in ("not sharded", "different numbers of steps")
-        and not name.endswith((" before the group", " in the dataset"))
-    },
-}
-
-IN_NEW_PROCESSES = {
-    (OWN, "a reference on one process before the group"): [],
-    (OWN, "every rank draws from all samples"): ["not sharded"],
-    (OWN, "one shard, with noise in the dataset"): ["same shard"],
-    (OWN, "one rank has fewer batches"): ["different numbers of steps"],
-    ("examples.mistakes", "no set_epoch"): ["no set_epoch"],
-    ("examples.mistakes", "gathered before the loss"): ["gathered first"],
-    ("examples.mistakes", "loss parameters seeded per rank"): ["unequal parameters"],
-    ("examples.huggingface_mistakes", "loss in the model, accumulation 1, average_tokens=True"): ["times W"],
-    ("examples.huggingface_mistakes", "loss in the model, accumulation 2, average_tokens=False"): [
-        "accumulation not divided"
-    ],
-    ("examples.huggingface_mistakes", "compute_loss_func, accumulation 1, average_tokens=False"): ["not optimized"],
-    ("examples.huggingface_mistakes", "compute_loss_func, optimizer passed, accumulation 2, average_tokens=True"): [
-        "never zeroed",
-        "times W, accumulation not divided",
-    ],
-    ("examples.huggingface", "compute_loss_func, accumulation 2, average_tokens=True"): [],
-    ("examples.accelerate_loop", "the same, accumulation of 5 batches"): [],
-    ("examples.accelerate_loop", "the default even_batches=True"): ["repeated samples"],
-    ("examples.accelerate_loop", "accelerator.gather before the loss"): ["own slice"],
-    ("examples.lightning_mistakes", "Lightning's sampler, 125 samples"): ["repeated samples"],
-    ("examples.fabric", "all_gather(z), then the whole loss"): ["detached"],
-}
-"""Trainings that initialise a trainer, list samplers or raise."""
+IN_NEW_PROCESSES = (
+    "a reference on one process before the group",
+    "every rank draws from all samples",
+    "one shard, with noise in the dataset",
+    "one rank has fewer batches",
+    "no set_epoch",
+)
+"""Trainings that initialise a process group, or whose samplers are listed."""
 
 
-PACKAGES = {"huggingface": "transformers", "accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning"}
+def expected_of(name: str) -> list[str]:
+    mistake = audit_trainings.TRAININGS[name][1]
+    return [mistake] if mistake else []
 
 
 def names(findings: list[Diagnosis]) -> list[str]:
@@ -105,19 +66,15 @@ def require(found: AuditReport | WorldReport, expected: list[str]) -> None:
         assert found.findings == []
 
 
-@pytest.mark.parametrize("module", IN_A_POOL)
-def test_plain_trainings_are_named_rightly(module: str, worlds: Worlds) -> None:
-    for name, expected in IN_A_POOL[module].items():
-        for report in worlds.run(2, audit_here, module, name):  # every rank gets the report
-            require(report, expected)
+def test_plain_trainings_are_named_rightly(worlds: Worlds) -> None:
+    for name in (x for x in audit_trainings.TRAININGS if x not in IN_NEW_PROCESSES):
+        for report in worlds.run(2, audit_here, OWN, name):  # every rank gets the report
+            require(report, expected_of(name))
 
 
-@pytest.mark.parametrize(("module", "name"), [*IN_NEW_PROCESSES][:: 1 if EVERY_CASE else 3])
-def test_trainers_are_named_rightly(module: str, name: str) -> None:
-    for trainer, package in PACKAGES.items():
-        if trainer in (module + name).lower():
-            pytest.importorskip(package)
-    require(audit_apart(module, name), IN_NEW_PROCESSES[module, name])
+@pytest.mark.parametrize("name", IN_NEW_PROCESSES if EVERY_CASE else IN_NEW_PROCESSES[::3])
+def test_trainings_of_their_own_processes_are_named_rightly(name: str) -> None:
+    require(audit_apart(OWN, name), expected_of(name))
 
 
 def test_a_script_that_does_not_reach_a_step_is_reported_as_that() -> None:
@@ -129,23 +86,23 @@ def test_a_script_that_does_not_reach_a_step_is_reported_as_that() -> None:
 
 
 MUTANTS = {
-    "_of_optimizer": ("examples.mistakes", "loss parameters never zeroed"),
-    "_of_factor": ("examples.mistakes", "loss × W"),
-    "_of_gathering": ("examples.mistakes", "gathered before the loss, not checked"),
-    "_of_samples": (OWN, "the same shard on every rank"),
-    "batch statistics": (OWN, "BatchNorm"),
-    "local negatives": ("examples.mistakes", "local loss, parameters in DDP"),
-    "trainer sums": ("examples.mistakes", '"mean" with a trainer that sums'),
-    "trainer averages": ("examples.mistakes", '"sum" with a trainer that averages'),
-    "not reduced": (OWN, "gradients not reduced"),
+    "_of_optimizer": "loss parameters never zeroed",
+    "_of_factor": "loss × W",
+    "_of_gathering": "gathered before the loss, not checked",
+    "_of_samples": "the same shard on every rank",
+    "batch statistics": "BatchNorm",
+    "local negatives": "local loss, parameters in DDP",
+    "trainer sums": '"mean" with a trainer that sums',
+    "trainer averages": '"sum" with a trainer that averages',
+    "not reduced": "gradients not reduced",
 }
 
 
 def test_an_audit_without_a_probe_misses_its_mistake(worlds: Worlds) -> None:
-    for probe, (module, name) in MUTANTS.items():
+    for probe, name in MUTANTS.items():
         assert probe in MISTAKES or probe in ["_of_samples", *(x.__name__ for x in PROBES)]
-        report = worlds.run(2, audit_here, module, name, probe)[0]
-        assert not set(IN_A_POOL[module][name]) & set(names(report.findings)), f"{probe}: {report}"
+        report = worlds.run(2, audit_here, OWN, name, probe)[0]
+        assert not set(expected_of(name)) & set(names(report.findings)), f"{probe}: {report}"
 
 
 def test_views_are_not_drawn_again(worlds: Worlds) -> None:

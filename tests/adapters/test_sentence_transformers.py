@@ -31,7 +31,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from contrastive_zoo.adapters.sentence_transformers import ENCODERS, DistributedSentenceLoss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, as_torchrun, assert_says, close, distance, error_message, groups
+from tests.helpers import EVERY_CASE, assert_says, close, distance, error_message, groups
 
 N, D, WORDS = 6, 4, 11
 SPLITS = [(6,), (4, 2), (3, 1, 2), (2, 0, 4)]
@@ -478,22 +478,6 @@ def test_the_encoders_forward_is_restored() -> None:
     assert "forward" not in vars(model)
     loss(features(2), scores())
     assert "forward" not in vars(model)
-
-
-def deviation(index: int) -> tuple[float, float]:
-    from examples.sentence_transformers_trainer import SETUPS
-    from examples.setup import Deviation
-
-    as_torchrun()
-    return Deviation.between(SETUPS[index].train(), *SETUPS[index].reference())
-
-
-def test_the_trainer_trains_on_ranks_what_it_trains_on_one() -> None:
-    pytest.importorskip("datasets")
-    pytest.importorskip("sklearn")
-    with Worlds(timeout=300.0) as own:  # a trainer leaves its mark on a process
-        assert max(map(max, own.run(2, deviation, 0))) <= 1e-9
-        assert max(map(max, own.run(2, deviation, -2))) > 1e-3  # the bare loss
 
 
 def test_attributes_of_the_loss_are_readable() -> None:

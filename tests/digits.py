@@ -1,0 +1,85 @@
+"""A training of scikit-learn's digits under DDP, whose parts a test replaces."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_zoo as cz
+
+SAMPLES, BATCH_SIZE, EPOCHS = 155, 32, 2
+"""Two epochs of batches of 32, 32, 32, 32 and 27: ten steps."""
+
+LEARNING_RATE = 0.1
+
+
+def make_encoder() -> nn.Module:
+    """Return the encoder with its initial parameters, the same on every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16)).double()
+
+
+def make_loss() -> nn.Module:
+    """Return a loss of labelled embeddings with two kinds of parameters: a learnable temperature, and proxies."""
+    torch.manual_seed(1)
+    with_temperature = cz.SupCon(temperature=cz.LearnableTemperature(0.5))
+    with_proxies = cz.ProxyAnchor(num_classes=10, embedding_size=16, alpha=8)
+    return cz.WeightedSum([with_temperature, with_proxies]).double()
+
+
+def make_dataset(samples: int = SAMPLES) -> TensorDataset:
+    """Return images [samples, 64] in [0, 1] and labels [samples]."""
+    images, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.from_numpy(images[:samples] / 16), torch.from_numpy(labels[:samples]))
+
+
+def make_loader(
+    rank: int = 0, world_size: int = 1, *, samples: int = SAMPLES, batch_size: int = BATCH_SIZE
+) -> DataLoader[Any]:
+    """Return a loader of this rank's part of every global batch."""
+    data, world = make_dataset(samples), cz.World(rank, world_size)
+    sampler = cz.data.GlobalBatchSampler(samples, batch_size=batch_size, process_group=world)
+    return DataLoader(data, batch_sampler=sampler, collate_fn=cz.data.CollateEmptyBatches(data[0]))
+
+
+def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum gradients over ranks, without DDP's division by their number."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+class Right:
+    """A right training."""
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.model: nn.Module = DistributedDataParallel(make_encoder())
+        self.loss_fn: nn.Module = cz.DistributedLoss(make_loss())
+        self.loader = make_loader(self.rank, self.world_size)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return [*self.model.parameters(), *self.loss_fn.parameters()]
+
+    def start_epoch(self, epoch: int) -> None:
+        self.loader.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]  # torch does not type it
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_fn(self.model(images), labels)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+
+    def train(self) -> None:
+        optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE, momentum=0.9)
+        for epoch in range(EPOCHS):
+            self.start_epoch(epoch)
+            for images, labels in self.loader:
+                self.zero_grad(optimizer)
+                self.loss(images, labels).backward()
+                optimizer.step()

@@ -1,0 +1,274 @@
+"""The recipes of the trainers: files to copy, whose numbers on many processes are those of one, also after edits."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from contrastive_zoo.testing.mistakes import MISTAKES
+from tests.audit_trainings import audit_apart
+from tests.interpreter import torchrun
+
+pytest.importorskip("sklearn")
+
+pytestmark = [pytest.mark.pages, pytest.mark.filterwarnings("ignore")]  # trainers warn when they are imported
+
+ROOT = Path(__file__).parent.parent
+FOLDER, PAGES = ROOT / "examples" / "recipes", ROOT / "docs" / "pages"
+RECIPES = sorted(x.stem for x in FOLDER.glob("*.py"))
+
+LIBRARIES = {
+    "accelerate_loop": "accelerate",
+    "deepspeed_engine": "deepspeed",
+    "fabric": "lightning",
+    "huggingface": "transformers",
+    "lightning_module": "lightning",
+    "sentence_transformers_trainer": "sentence_transformers",
+}
+OF_TEXTS = ("huggingface", "sentence_transformers_trainer")
+PROCESSES = {"hsdp": 4, "tensor_parallel": 4}
+TOLERANCES = {
+    "amp": 1e-3,  # bfloat16 rounds embeddings and their gradients to 2⁻⁹
+    "deepspeed_engine": 1e-6,  # computes in float32
+    "huggingface": 1e-6,  # the Trainer adds losses in float32
+    "sentence_transformers_trainer": 1e-6,
+}
+PROGRAM = """
+import sys, torch
+from contrastive_zoo.testing.auditing.launch import run_script
+torch.set_default_dtype(torch.{})
+sys.argv.pop(0)
+run_script(sys.argv[0], is_module=False)
+"""
+
+
+def test_every_recipe_is_a_file_to_copy() -> None:
+    assert set(RECIPES) >= LIBRARIES.keys() | PROCESSES.keys()
+    for name in RECIPES:
+        text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 60, name
+        assert "examples" not in text, name
+        page = (PAGES / "trainers" / f"{name}.md").read_text(encoding="utf-8")
+        assert f'--8<-- "examples/recipes/{name}.py"' in page
+
+
+def edited(name: str, edits: dict[str, str]) -> str:
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def losses(name: str, processes: int, edits: dict[str, str] | None = None) -> list[float]:
+    """Return the numbers that a recipe prints, in float64 where its trainer computes in it; run in the current folder."""
+    Path(f"{name}.py").write_text(edited(name, edits or {}), encoding="utf-8")
+    dtype = "float32" if name == "deepspeed_engine" else "float64"
+    done = torchrun(processes, "-c", PROGRAM.format(dtype), f"{name}.py")
+    assert done.returncode == 0, done.stderr
+    return [float(x) for x in re.findall(r"loss (\d\S+)$", done.stdout, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the losses of the digits on one process, which all recipes but those of texts must print."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("one"))
+        return losses("ddp", 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_prints_on_many_processes_what_one_prints(name: str, expected: list[float], folder: Path) -> None:
+    pytest.importorskip(LIBRARIES.get(name, "torch"))
+    alone = losses(name, 1) if name in OF_TEXTS else expected
+    assert alone
+    assert losses(name, PROCESSES.get(name, 2)) == pytest.approx(alone, rel=TOLERANCES.get(name, 1e-10))
+
+
+SUMMED = """for module in (model, loss_fn):
+    fully_shard(module)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+optimizer = """
+IN_FSDP = {
+    "import contrastive_zoo as cz": "import contrastive_zoo as cz\nfrom torch.distributed.fsdp import fully_shard",
+    "DistributedDataParallel(nn": "fully_shard(nn",
+    "momentum=0.9": "momentum=0.9, foreach=False",
+}
+DDP_AROUND = {
+    "(nn.Sequential(": "(cz.GradCache(nn.Sequential(",
+    "nn.Linear(128, 32))": "nn.Linear(128, 32)), 16)",
+    "cz.GradCache(model, chunk_size=16)": "model",
+}
+HOOKS = """loss_fn = DistributedDataParallel(loss_fn)
+add_up = lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda x: x.value()[0])
+for module in (model, loss_fn):
+    module.register_comm_hook(None, add_up)
+optimizer = """
+OF_A_SUM = {"(0.5))": '(0.5)), grad_reduction="sum"'}
+IN_FLOAT64 = {"enabled=False": "enabled=True", 'torch.autocast("cpu", torch.bfloat16)': "torch.enable_grad()"}
+
+RIGHT = [
+    ("amp", IN_FLOAT64),
+    ("ddp", {"optimizer = ": HOOKS, **OF_A_SUM}),
+    ("fabric", {"loss_fn.to(fabric.device)": "fabric.setup_module(loss_fn)"}),
+    ("fsdp", {"optimizer = ": "fully_shard(loss_fn)\noptimizer = "}),
+    ("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED, **OF_A_SUM}),
+    ("gradient_cache", DDP_AROUND),
+    ("gradient_cache", IN_FSDP),
+    *(("deepspeed_engine", {'"stage": 2': f'"stage": {stage}'}) for stage in (0, 1, 3)),
+]
+"""Other ways to write a recipe, as edits of its text."""
+
+
+@pytest.mark.parametrize(("name", "edits"), RIGHT)
+def test_another_way_to_write_it_prints_the_same(
+    name: str, edits: dict[str, str], expected: list[float], folder: Path
+) -> None:
+    pytest.importorskip(LIBRARIES.get(name, "torch"))
+    tolerance = TOLERANCES.get(name, 1e-10) if name != "amp" else 1e-10
+    assert losses(name, PROCESSES.get(name, 2), edits) == pytest.approx(expected, rel=tolerance)
+
+
+LOOP = """        loss = loss_fn(model(x), y)  # local embeddings in, the loss of all processes out
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+NO_SYNC = """        with model.no_sync() if i % 3 < 2 else torch.enable_grad():
+            loss = loss_fn(model(x), y)
+            (loss / 3).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+ACCELERATED = {
+    "cpu=True": "cpu=True, gradient_accumulation_steps=3",
+    "loss = loss_fn(model(x), y)": "with accelerator.accumulate(model):\n          loss = loss_fn(model(x), y)",
+    "        optimizer.zero_grad()\n": "",
+    "        accelerator.backward(loss)\n        optimizer.step()\n": (
+        "          accelerator.backward(loss)\n          optimizer.step()\n          optimizer.zero_grad()\n"
+    ),
+}
+ACCUMULATION = {
+    "ddp": {"for x, y in loader": "for i, (x, y) in enumerate(loader)", LOOP: NO_SYNC},
+    "accelerate_loop": ACCELERATED,
+    "lightning_module": {"max_epochs=2": "max_epochs=2, accumulate_grad_batches=3"},
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATION)
+def test_an_accumulation_prints_on_two_processes_what_one_prints(
+    name: str, expected: list[float], folder: Path
+) -> None:
+    pytest.importorskip(LIBRARIES.get(name, "torch"))
+    alone = losses("ddp", 1, ACCUMULATION["ddp"])
+    assert alone[-1] != pytest.approx(expected[-1], rel=1e-4)
+    assert losses(name, 2, ACCUMULATION[name]) == pytest.approx(alone, rel=1e-10)
+
+
+class Mistake(NamedTuple):
+    """A mistake as edits of a recipe, and its row in the table of the page, if it has one."""
+
+    name: str
+    edits: dict[str, str]
+    row: str = ""
+
+
+A_LOSS_FOR_EACH_CHUNK = "sum(loss_fn(*part) for part in zip(encode(x).split(50), y.split(50))) / 2"
+WRONG = [
+    Mistake("ddp", {"cz.DistributedLoss(": "("}, "each process compares only its own samples"),
+    Mistake("ddp", {", *loss_fn.parameters()": ""}, "the loss's parameters are not in the optimizer"),
+    Mistake("ddp", {"optimizer.zero_grad()": "model.zero_grad()"}, "the loss's parameters are never zeroed"),
+    Mistake("ddp", {"loss.backward()": "(2 * loss).backward()"}, "the loss is multiplied by W"),
+    Mistake("ddp", {"    sampler.set_epoch(epoch)\n": ""}, "no `set_epoch`"),
+    Mistake("ddp", OF_A_SUM, '`grad_reduction="sum"` with a trainer that averages'),
+    Mistake("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED}),
+    Mistake("gradient_cache", {"loss_fn(encode(x), y)": A_LOSS_FOR_EACH_CHUNK}, "a loss for each chunk"),
+    Mistake("hsdp", {"(0.5))": '(0.5)), process_group=mesh["shard"]'}),
+    Mistake("huggingface", {"cz.DistributedLoss(": "("}),
+    Mistake("lightning_module", {"cz.DistributedLoss(": "("}),
+    Mistake("sentence_transformers_trainer", {"DistributedSentenceLoss(losses": "(losses"}),
+]
+
+
+@pytest.mark.parametrize("mistake", WRONG, ids=lambda x: f"{x.name} {x.row}")
+def test_a_mistake_changes_what_is_printed(mistake: Mistake, expected: list[float], folder: Path) -> None:
+    pytest.importorskip(LIBRARIES.get(mistake.name, "torch"))
+    alone = losses(mistake.name, 1) if mistake.name in OF_TEXTS else expected
+    found = losses(mistake.name, PROCESSES.get(mistake.name, 2), mistake.edits)
+    assert found != pytest.approx(alone, rel=1e-4)
+    page = (PAGES / "trainers.md").read_text(encoding="utf-8")
+    assert f"| nothing | {expected[-1]:.3f} |" in page
+    assert not mistake.row or f"| {mistake.row} | {found[-1]:.3f} |" in page
+
+
+REFUSED = {
+    "brought the very same embeddings": ("tensor_parallel", {'(0.5)), process_group=mesh["dp"])': "(0.5)))"}),
+    "already hold those of all ranks": (
+        "ddp",
+        {"loss_fn(model(x), y)": "loss_fn(*map(cz.collectives.all_gather, (model(x), y)))"},
+    ),
+    "parameters differ": ("ddp", {"LearnableTemperature(0.5": "LearnableTemperature(0.5 + 0.1 * dist.get_rank()"}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_mistake_that_ranks_can_see_is_refused(words: str, folder: Path) -> None:
+    name, edits = REFUSED[words]
+    with pytest.raises(AssertionError, match=words):
+        losses(name, PROCESSES.get(name, 2), edits)
+
+
+OVERWRITTEN = """def overwritten(z):
+    start, rows = accelerator.process_index * len(z), accelerator.gather(z.detach())
+    return torch.cat([rows[:start], z, rows[start + len(z):]])
+
+
+accelerator = """
+OWN_LOADER = "DataLoader(data, batch_sampler=sampler, collate_fn=cz.data.CollateEmptyBatches(data[0]))"
+AUDITED = {
+    "own slice": (
+        "accelerate_loop",
+        {
+            "accelerator = ": OVERWRITTEN,
+            "cz.DistributedLoss(": "(",
+            "(model(x), y)": "(overwritten(model(x)), accelerator.gather(y))",
+        },
+    ),
+    "detached": (
+        "fabric",
+        {
+            "cz.DistributedLoss(": "(",
+            "(model(x), y)": "(fabric.all_gather(model(x)).flatten(0, 1), fabric.all_gather(y).flatten())",
+        },
+    ),
+    "repeated samples": (
+        "lightning_module",
+        {
+            OWN_LOADER: "DataLoader(data, batch_size=100)",
+            "use_distributed_sampler=False": "use_distributed_sampler=True",
+        },
+    ),
+}
+"""What the audit says of mistakes with a framework."""
+
+
+def run(mistake: str) -> None:
+    exec(compile(edited(*AUDITED[mistake]), mistake, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("mistake", AUDITED)
+def test_the_audit_names_it(mistake: str) -> None:
+    assert mistake in MISTAKES
+    pytest.importorskip(LIBRARIES[AUDITED[mistake][0]])
+    report = audit_apart(__name__, mistake)
+    assert mistake in [x.mistake for x in report.findings], str(report)
