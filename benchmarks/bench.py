@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from suite import harness
-from suite.cases import BARE, CASES, GEMM, Case
+from suite.cases import CASES, GEMM, Case
 from suite.harness import Absent
 from suite.report import (
     RESULTS,
@@ -44,12 +44,12 @@ ROWS_FOR_ERRORS = 1024
 def measure_times(case: Case, implementations: Sequence[str], limits: dict[str, Any]) -> dict[str, Any]:
     """Measure the times of the implementations and report the absent ones; runs in this process or on a rank."""
     found: dict[str, Any] = {"absent": {}}
-    runners = {GEMM: case.bare(GEMM)}
+    runners = {GEMM: case.gemm()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of peers
         for implementation in implementations:
             try:
-                runners[implementation] = (case.bare if implementation in BARE else case.step)(implementation)
+                runners[implementation] = case.step(implementation)
             except Absent as why:
                 found["absent"][implementation] = str(why)
         found["rounds"] = harness.in_rounds(runners, reading=SHORTEST, **limits)
@@ -67,7 +67,7 @@ def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float,
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for implementation in (x for x in implementations if x not in BARE):
+        for implementation in implementations:
             inputs = case.inputs()
             try:
                 value = case.function(implementation)(*inputs)

@@ -1,4 +1,4 @@
-"""Tables of a run: that of docs/pages/measurements.md, and to print one for each group of cases and one of targets."""
+"""Tables of a run: that of docs/pages/measurements.md, and to print one for each group of cases."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from suite.cases import CASES, TARGETS, Case, Target
+from suite.cases import CASES, FASTER, GEMM, Case
 from suite.harness import DOUBTFUL, Round, quartiles, ratio, relative_spread, seconds_of
 from tools.pages import table
 from tools.peer_losses.packages import FOLDER, installed
@@ -34,23 +34,20 @@ def page_parts(results: Results) -> dict[str, str]:
     for group, title in GROUPS.items():
         if group in results["cases"]:
             found += [f"### {title}", times(results, group)]
-    found += ["### Memory", memory(results), "### Targets and measurements", targets(results)]
+    found += ["### Memory", memory(results)]
     return {"speed": headline(results), "results": "\n\n".join(found)}
 
 
 def headline(results: Results) -> str:
     lines = []
-    for target in TARGETS:
-        found = results_of(results, target.case)
+    for case, other in FASTER:
+        found = results_of(results, case)
         rounds, held = found.get("rounds", []), found.get("memory", {})
-        if not target.at_least or target.what != "time" or not ratio(rounds, target.to, target.of):
-            continue
-        both, ms = (target.to, target.of), medians_ms(rounds)
-        less = quartiles(ratio(rounds, target.to, target.of))[1]
-        megabytes = (f"{held[y] / 2**20:,.0f}" if y in held else "" for y in both)
-        lines.append(
-            [target.case, f"{target.to} {ms[target.to]:,.0f}", f"{ms[target.of]:,.0f}", f"{less:.1f}×", *megabytes]
-        )
+        if factors := ratio(rounds, other, "ours"):
+            ms = medians_ms(rounds)
+            megabytes = (f"{held[y] / 2**20:,.0f}" if y in held else "" for y in (other, "ours"))
+            times = f"{other} {ms[other]:,.0f}", f"{ms['ours']:,.0f}", f"{quartiles(factors)[1]:.1f}×"
+            lines.append([case, *times, *megabytes])
     machine = results["machine"]
     titles = ["anchors × d", "other library, ms", "this library, ms", "faster", "other library, MB", "this library, MB"]
     where = f"on {machine['device']}, torch {machine['torch']}"
@@ -64,35 +61,6 @@ def versions() -> dict[str, str]:
 
 def results_of(results: Results, name: str) -> dict[str, Any]:
     return next((cases[name] for cases in results["cases"].values() if name in cases), {})
-
-
-def targets(results: Results) -> str:
-    lines = []
-    for target in TARGETS:
-        limit = f"≥ {target.limit:g}× less" if target.at_least else f"≤ {target.limit:g} × {target.to}"
-        values, why = measurements(target, results_of(results, target.case))
-        what = f"{target.what} of *{target.of}*" + (f" against *{target.to}*" if target.at_least else "")
-        if not values:
-            lines.append([target.case, what, limit, why, ""])
-            continue
-        middle = quartiles(values)[1]
-        met = middle >= target.limit if target.at_least else middle <= target.limit
-        lines.append([target.case, what, limit, spread(values), "yes" if met else "**no**"])
-    return table(["case", "what", "target", "measured", "met"], lines)
-
-
-def measurements(target: Target, found: dict[str, Any]) -> tuple[list[float], str]:
-    """Return the measurements of a target, one per round, and the reason if there are none."""
-    absent = found.get("absent", {})
-    why = absent.get(target.of) or absent.get(target.to) or "not in this run"
-    if target.what == "time":
-        rounds = found.get("rounds", [])
-        return (ratio(rounds, target.to, target.of) if target.at_least else ratio(rounds, target.of, target.to)), why
-    bytes_of = found.get("memory", {})
-    if not {target.of, target.to} <= set(bytes_of):
-        return [], why
-    value = bytes_of[target.of] / bytes_of[target.to]
-    return [1 / value if target.at_least else value], why
 
 
 def spread(values: list[float]) -> str:
@@ -115,7 +83,7 @@ def times(results: Results, group: str) -> str:
     for case, found in measured_cases(results, group):
         title = case.name
         for implementation in case.implementations:
-            values = ratio(found["rounds"], implementation, "GEMM")
+            values = ratio(found["rounds"], implementation, GEMM)
             if not values and implementation not in found["absent"]:
                 continue
             line = [title, implementation]
