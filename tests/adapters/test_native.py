@@ -25,7 +25,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.pml.table import LOSSES
 from contrastive_zoo.wrapper.pml.translation import to_native
 from tests.helpers import EXACT, common_error, distance, drawn, split
-from tools.pml_matrix.cases import BASES
+from tools.pml_matrix import BASES
 
 pytestmark = [
     pytest.mark.peers,

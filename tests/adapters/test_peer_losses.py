@@ -1,24 +1,28 @@
 """Losses of other libraries, as they come: on several processes they are what they are on one, or they are refused."""
 
 import ast
+import os
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE
+from tests.helpers import EVERY_CASE, assert_same, numbers
 from tools.comparison import Compared, compare, measure
 from tools.peer_losses import packages
-from tools.peer_losses.losses import LEFT_OUT, PeerLoss, runs, table
-from tools.peer_losses.trainers import REPLACEMENTS, and_alone, replaced
+from tools.peer_losses.losses import LEFT_OUT, PeerLoss, Reading, runs, table
 
 pytestmark = pytest.mark.peers
+
+Loss = Callable[..., Tensor]
 
 PACKAGES = list(dict.fromkeys(peer.package for peer in table()))
 ALWAYS = {"NTXentLoss()", "DirectCLRLoss(loss_dim=4)", "CO2Regularizer()"}
@@ -67,20 +71,101 @@ def test_a_wrong_wrapper_is_detected(mutant: Callable[..., Any], worlds: Worlds)
     assert all("differs by" in (peer.wrong(of) or "") for of in compared.values())
 
 
-@pytest.mark.parametrize("package", dict.fromkeys(x.package.lower() for x in REPLACEMENTS))
-def test_what_replaces_a_trainers_loss_is_their_own_code_on_one_process(package: str, worlds: Worlds) -> None:
+def passages(positives: Tensor, negatives: Tensor) -> Tensor:
+    """Return the passages of all queries one after the other, the positive first."""
+    return torch.cat([positives[:, None], negatives], 1).flatten(0, 1)
+
+
+def tevatron(kind: Any) -> Loss:
+    loss = kind(n_target=3)
+    return lambda queries, *of: loss(queries, passages(*of))
+
+
+def flag_embedding(kind: Any) -> Loss:
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.temperature, model.cross_entropy = 0.5, nn.CrossEntropyLoss()
+    return lambda queries, *of: model._compute_in_batch_neg_loss(queries, passages(*of))[1]
+
+
+def swift(kind: Any, *names: str) -> Loss:
+    vars(sys.modules[kind.__module__])["strtobool"] = lambda text: text == "True"  # of transformers
+
+    def call(queries: Tensor, *of: Tensor) -> Tensor:
+        groups = torch.cat([queries[:, None], passages(*of).unflatten(0, (len(queries), 3))], 1)
+        labels = torch.tensor([1, 0, 0]).repeat(len(queries))
+        with patch.dict(os.environ, {f"INFONCE_{name}": "True" for name in names}):
+            value: Tensor = kind(None, None)({"last_hidden_state": groups.flatten(0, 1)}, labels)
+        return value
+
+    return call
+
+
+def nemo(names: str, **settings: Any) -> Callable[[Any], Loss]:
+    return lambda kind: (
+        lambda *rows: kind(temperature=0.5, cross_device_negatives=False, **settings)(
+            **dict(zip(names.split(), rows, strict=True))
+        )
+    )
+
+
+def pylate(kind: Any) -> Loss:
+    def call(*tokens: Tensor) -> Tensor:
+        ones = torch.ones(tokens[0].shape[:2], dtype=torch.long)
+        named = [{"token_embeddings": x, "input_ids": ones, "attention_mask": ones.clone()} for x in tokens]
+        value: Tensor = kind(model=Reading())(named)
+        return value
+
+    return call
+
+
+def in_one_batch(loss: Loss) -> Loss:
+    return lambda queries, positives, negatives: loss(queries, positives, negatives.flatten(0, 1))
+
+
+QWEN3 = cz.MNRL(
+    temperature=0.1, normalize=False, directions=("query_to_doc", "query_to_query", "doc_to_doc"),
+    false_negative_margin=0.1, mask_doc_to_doc=False,
+)  # fmt: skip
+NEMO, COLPALI = "nemo_automodel.components.loss.infonce", "colpali_engine.loss."
+FLAG_EMBEDDING = "FlagEmbedding.finetune.embedder.encoder_only.base.modeling"
+GROUPS, PAIRS, TOKENS = ((7, 8), (7, 8), (7, 2, 8)), ((7, 8), (7, 8)), ((7, 3, 8), (7, 3, 8))
+REPLACEMENTS: list[tuple[str, str, str, tuple[Any, ...], Callable[[Any], Loss], Loss]] = [
+    ("tevatron", "tevatron.loss", "SimpleContrastiveLoss", GROUPS, tevatron,
+     in_one_batch(cz.MNRL(temperature=1.0, normalize=False))),
+    ("flagembedding", FLAG_EMBEDDING, "BiEncoderOnlyEmbedderModel", GROUPS, flag_embedding,
+     in_one_batch(cz.MNRL(temperature=0.5, normalize=False))),
+    ("ms-swift", "swift.loss.embedding", "InfonceLoss", GROUPS, swift,
+     in_one_batch(cz.MNRL(temperature=0.1, normalize=False))),
+    ("ms-swift", "swift.loss.embedding", "InfonceLoss", GROUPS,
+     lambda kind: swift(kind, "INCLUDE_QQ", "INCLUDE_DD", "MASK_FAKE_NEGATIVE"), in_one_batch(QWEN3)),
+    ("nemo-automodel", NEMO, "InfoNCELoss", GROUPS, nemo("queries documents hard_negatives"),
+     cz.InfoNCE(temperature=0.5)),
+    ("nemo-automodel", NEMO, "InfoNCELoss", PAIRS, nemo("queries documents", direction="symmetric"),
+     cz.InfoNCE(temperature=0.5, symmetric=True)),
+    ("pylate", "pylate.losses.contrastive", "Contrastive", TOKENS, pylate, cz.MaxSim(temperature=1.0)),
+    ("colpali-engine", COLPALI + "late_interaction_losses", "ColbertLoss", TOKENS,
+     lambda kind: kind(temperature=0.5, normalize_scores=True),
+     cz.MaxSim(temperature=0.5, token_reduction="mean", normalize=False)),
+    ("colpali-engine", COLPALI + "bi_encoder_losses", "BiEncoderLoss", PAIRS, lambda kind: kind(temperature=0.5),
+     cz.InfoNCE(temperature=0.5, normalize=False)),
+]  # fmt: skip
+"""Losses of trainers of embedding models, the shapes of their arguments, and what replaces them, as on the page "Coming from
+another library"."""
+
+
+@pytest.mark.parametrize(("package", "module", "name", "shapes", "theirs", "ours"), REPLACEMENTS)
+def test_what_replaces_a_trainers_loss_is_their_own_code(
+    package: str, module: str, name: str, shapes: Any, theirs: Callable[[Any], Loss], ours: Loss
+) -> None:
     need(package)
-    chosen = [x for x in REPLACEMENTS if x.package.lower() == package]
-    for peer, compared in measure(worlds, chosen, and_alone, replaced):
-        assert {len(run.steps[0]) for run in compared} == {1, 2, 3}
-        assert [why for of in compared.values() if (why := peer.wrong(of))] == [], str(peer)
-
-
-def test_another_temperature_than_theirs_is_detected(worlds: Worlds) -> None:
-    need("colpali-engine")
-    (peer,) = (replace(x, ours=cz.InfoNCE(normalize=False)) for x in REPLACEMENTS if x.name == "BiEncoderLoss")
-    ((_, compared),) = measure(worlds, [peer], runs, replaced)
-    assert all("differs by" in (peer.wrong(of) or "") for of in compared.values())
+    their_loss = theirs(getattr(packages.loaded(module), name))
+    for seed in range(3):
+        drawn = (numbers(*shape, seed=10 * seed + i) for i, shape in enumerate(shapes))
+        unit = [F.normalize(x, dim=-1).requires_grad_() for x in drawn]
+        assert_same(ours, their_loss, *unit)
+        with pytest.raises(AssertionError):
+            assert_same(ours, lambda *x: their_loss(1.1 * x[0], *x[1:]), *unit)  # another temperature
 
 
 SUFFIXES = ("Loss", "Regularizer", "_loss_func", "Contrastive", "Distillation", "InfoNCE")

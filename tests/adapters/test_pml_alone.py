@@ -19,7 +19,7 @@ pytest.importorskip("pytorch_metric_learning")
 from pytorch_metric_learning import losses
 
 from tests.helpers import numbers
-from tools.pml_matrix.cases import CLASSES, LABELS, OF_ITS_BATCH, SAMPLES, WIDTH, Case, parts
+from tools.pml_matrix import CLASSES, LABELS, OF_ITS_BATCH, SAMPLES, WIDTH, Case, parts
 
 pytestmark = [
     pytest.mark.peers,

@@ -1,6 +1,6 @@
 """All of pytorch-metric-learning on several processes is what it is on one; a cheap form of the table in the docs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -19,18 +19,26 @@ from pytorch_metric_learning import losses, miners
 
 from tests.helpers import EVERY_CASE, EXACT, common_error, distance, numbers, split
 from tools.comparison import Batch, Compared, Run, measure, train
-from tools.pml_matrix.__main__ import Rows, verdict
-from tools.pml_matrix.cases import BASES, MODULES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs
+from tools.pml_matrix import BASES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs
 
 pytestmark = pytest.mark.peers
 
+Rows = Sequence[tuple[Case, Mapping[Run, Compared]]]
 WHOLE = {"TripletMarginLoss", "ProxyAnchorLoss"}
 
 
 def drawn(case: Case) -> bool:
     """Whether a case is tested: each loss by itself and inside another, all of two, and a sixteenth of the others."""
-    alone = case.miner is None and all(setting == "loss" for setting, _ in case.parts)
-    return EVERY_CASE or alone or case.loss in WHOLE or crc32(str(case).encode()) % 16 == 0
+    return EVERY_CASE or case.miner is None or case.loss in WHOLE or crc32(str(case).encode()) % 16 == 0
+
+
+def verdict(case: Case, compared: Mapping[Run, Compared]) -> tuple[str, str]:
+    """Return "✗" and what differs, "–" and why the library has no such case on one process, or "✓"."""
+    for run, of in compared.items():
+        if wrong := of.wrong(case.tolerance):
+            return "✗", f"{case}, shards {list(run.steps[0])}: {wrong}"
+    unsupported = case.inapplicable or next((x.unsupported for x in compared.values() if x.unsupported), None)
+    return ("✓", "") if unsupported is None else ("–", " ".join(unsupported.split())[:160])
 
 
 def wrong(rows: Rows) -> list[str]:
@@ -55,13 +63,10 @@ def test_every_export_is_compared(rows: Rows) -> None:
     compared = [case for case, mark in marks.items() if mark == "✓"]
     assert {case.miner for case in compared} - {None} == set(parts(miners))
     inside = {*losses.CrossBatchMemory.supported_losses(), *losses.SelfSupervisedLoss.supported_losses()}
-    of_modules = {
-        name for setting, module in MODULES.items() if setting not in ("loss", "miner") for name in parts(module)
-    }
-    assert {name for case in compared for _, name in case.parts} == of_modules | inside
+    assert {case.inner for case in compared} - {None} == inside
     assert {case.loss for case in compared if case.references} >= {"TripletMarginLoss", "NTXentLoss"}
     assert {case.loss for case in compared if case.mined == "outside"} >= {"TripletMarginLoss", "ProxyAnchorLoss"}
-    assert set(BASES) <= {name for module in MODULES.values() for name in vars(module)}
+    assert set(BASES) <= {*vars(losses), *vars(miners)}
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy

@@ -16,7 +16,7 @@ pytest.importorskip("pytorch_metric_learning")
 from pytorch_metric_learning import losses, reducers
 
 from tests.helpers import assert_says, close, common_error, error_message, later, numbers
-from tools.pml_matrix.cases import AROUND_ANOTHER, BUILT, WIDTH, parts
+from tools.pml_matrix import AROUND_ANOTHER, BUILT, WIDTH, parts
 
 EARLIER, LATER, CLASSES = 7, 5, 3
 WITHOUT_MEMORY = {*AROUND_ANOTHER, "MultipleLosses"}  # they take no references

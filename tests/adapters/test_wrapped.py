@@ -17,8 +17,8 @@ from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, numbers, split
 from tools.comparison import measure
-from tools.pml_matrix.cases import Case as Loss
-from tools.pml_matrix.cases import all_runs
+from tools.pml_matrix import Case as Loss
+from tools.pml_matrix import all_runs
 
 wrap, mining = cz.DistributedLoss, cz.data.DistributedMiner
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])

@@ -1,4 +1,4 @@
-"""Losses of pytorch-metric-learning with their miners, reducers, distances and regularizers, and how they are split."""
+"""Losses of pytorch-metric-learning with their miners, inside one another and with references, and how they are split."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
+from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
 
 from contrastive_zoo.data.miner import DistributedMiner
@@ -22,13 +22,12 @@ LABELS = torch.arange(CLASSES).repeat_interleave(SAMPLES // CLASSES)
 """The same number of samples in each class, sorted by class, as SmoothAPLoss requires."""
 
 
-def _memory(loss: nn.Module | None = None, **more: Any) -> nn.Module:
-    return losses.CrossBatchMemory(loss or losses.ContrastiveLoss(**more), WIDTH, memory_size=2 * SAMPLES - 4)
+def _memory(loss: nn.Module | None = None) -> nn.Module:
+    return losses.CrossBatchMemory(loss or losses.ContrastiveLoss(), WIDTH, memory_size=2 * SAMPLES - 4)
 
 
-def _multiple(**more: Any) -> nn.Module:
-    members = [losses.TripletMarginLoss(**more), losses.ContrastiveLoss(**more)]
-    return losses.MultipleLosses(members, weights=[1.0, 0.5])
+def _multiple() -> nn.Module:
+    return losses.MultipleLosses([losses.TripletMarginLoss(), losses.ContrastiveLoss()], weights=[1.0, 0.5])
 
 
 _OF_CLASSES = (
@@ -44,24 +43,16 @@ BUILT: dict[str, Callable[..., nn.Module]] = {
     "MultipleLosses": _multiple,
     "P2SGradLoss": partial(losses.P2SGradLoss, descriptors_dim=WIDTH, num_classes=CLASSES),
     "RankedListLoss": partial(losses.RankedListLoss, margin=0.5, Tn=1),
-    "SelfSupervisedLoss": lambda loss=None, **more: losses.SelfSupervisedLoss(loss or losses.NTXentLoss(**more)),
+    "SelfSupervisedLoss": lambda loss=None: losses.SelfSupervisedLoss(loss or losses.NTXentLoss()),
     "SoftTripleLoss": partial(losses.SoftTripleLoss, **_CLASSES, centers_per_class=2),
     **{name: partial(getattr(losses, name), **_CLASSES) for name in _OF_CLASSES},
-    # parts, where settings are required or where 12 samples need them to have an effect
-    "ClassWeightedReducer": partial(reducers.ClassWeightedReducer, torch.linspace(0.5, 2.0, SAMPLES)),
-    "MultipleReducers": lambda: reducers.MultipleReducers({"pos_loss": reducers.SumReducer()}),
-    "ThresholdReducer": partial(reducers.ThresholdReducer, low=0.1),
     "AngularMiner": partial(miners.AngularMiner, angle=10),
     "HDCMiner": partial(miners.HDCMiner, filter_percentage=0.3),
-    "LpDistance, p=1": partial(distances.LpDistance, p=1, power=2, normalize_embeddings=False),
-    "PerAnchorReducer, above 0": lambda: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
     "UniformHistogramMiner": partial(miners.UniformHistogramMiner, num_bins=5, pos_per_bin=3, neg_per_bin=3),
 }
 
 BASES = {
-    **{f"Base{x}": "a base class" for x in ("Distance", "LossWrapper", "MetricLossFunction", "Miner", "Reducer")},
-    "BaseRegularizer": "a base class",
-    "BatchedDistance": "for inference: it passes each block of the matrix to a function",
+    **{f"Base{x}": "a base class" for x in ("LossWrapper", "MetricLossFunction", "Miner")},
     "EmbeddingRegularizerMixin": "a mixin of the losses",
     "GenericPairLoss": "a base class",
     "WeightRegularizerMixin": "a mixin of the losses",
@@ -77,18 +68,6 @@ ONE_STEP = ("DynamicSoftMarginLoss",)
 IN_FLOAT32 = ("ManifoldLoss", "SmoothAPLoss")
 """Losses that compute in float32 for every input dtype, so the factor 1/W of a trainer is rounded to 24 bits."""
 
-CENTERS = {"SoftTripleLoss": 2, "SubCenterArcFaceLoss": 3}
-"""Number of weights per class, if it is not one."""
-
-MODULES = {
-    "loss": losses,
-    "miner": miners,
-    "reducer": reducers,
-    "distance": distances,
-    "embedding_regularizer": regularizers,
-    "weight_regularizer": regularizers,
-}
-
 
 def parts(module: ModuleType) -> list[str]:
     names = (name for name, x in vars(module).items() if inspect.isclass(x) and not name.startswith("_"))
@@ -97,45 +76,36 @@ def parts(module: ModuleType) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss of the library with its parts, by name.
+    """A loss of the library, by name.
 
     Args:
         loss: name of the class.
         miner: name of the miner's class.
         mined: whether DistributedLoss calls the miner (``"inside"``) or the caller does (``"outside"``).
         references: whether there are reference embeddings.
-        parts: settings of the loss, and the name of the class of each.
+        inner: name of the class of the loss inside it.
     """
 
     loss: str
     miner: str | None = None
     mined: str = "inside"
     references: bool = False
-    parts: tuple[tuple[str, str], ...] = ()
+    inner: str | None = None
 
     width = WIDTH
 
     def __str__(self) -> str:
-        with_parts = [self.miner, *(name for _, name in self.parts), "reference rows" if self.references else None]
+        parts = [self.miner, self.inner, "reference rows" if self.references else None]
         outside = " by itself" if self.mined == "outside" else ""
-        return " + ".join([self.loss, *filter(None, with_parts)]) + outside
+        return " + ".join([self.loss, *filter(None, parts)]) + outside
 
     def construct(self) -> tuple[nn.Module, nn.Module | None]:
         torch.manual_seed(7)
-        settings = {setting: self._part(setting, name) for setting, name in self.parts}
         make: Any = BUILT.get(self.loss, getattr(losses, self.loss, None))
+        settings = {} if self.inner is None else {"loss": Case(self.inner).construct()[0]}
         loss: nn.Module = make(**settings).double()
-        return loss, None if self.miner is None else self._part("miner", self.miner)
-
-    def _part(self, setting: str, name: str) -> nn.Module:
-        if name == "SparseCentersRegularizer":  # its setting is the number of rows
-            views = 2 if self.loss == "SelfSupervisedLoss" else 1
-            of_weights = CLASSES * CENTERS.get(self.loss, 1)
-            rows = views * SAMPLES if setting == "embedding_regularizer" else of_weights
-            return regularizers.SparseCentersRegularizer(num_classes=1, centers_per_class=rows)
-        make: Any = BUILT.get(name, getattr(MODULES[setting], name, None))
-        part: nn.Module = make()
-        return part
+        mining: Any = None if self.miner is None else BUILT.get(self.miner, getattr(miners, self.miner, None))
+        return loss, None if mining is None else mining()
 
     def start(self, wrap: Wrap | None, **options: Any) -> tuple[nn.Module, Callable[[Batch], Any]]:
         loss, miner = self.construct()
@@ -148,7 +118,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps: two for a loss without parts and for CrossBatchMemory, which may have state."""
+        """Return the number of steps: two for a loss by itself and for CrossBatchMemory, which may have state."""
         stateful = self == Case(self.loss) or self.loss == "CrossBatchMemory"
         return 2 if stateful and self.loss not in ONE_STEP else 1
 
@@ -161,16 +131,13 @@ class Case:
     def inapplicable(self) -> str | None:
         """Return in words why the library has no such case; None if it has."""
         cls: Any = getattr(losses, self.loss)
-        settings = dict(self.parts)
         if self.miner is not None and self.loss in WITHOUT_LABELS:
             return "takes no labels, which a miner needs"
         if self.references and not {"ref_emb", "ref_labels"} <= inspect.signature(cls.forward).parameters.keys():
             return "takes no reference rows"
         if self.references and self.loss in OF_ITS_BATCH:
             return "is wrong for other references than its batch"
-        if "weight_regularizer" in settings and not issubclass(cls, losses.WeightRegularizerMixin):
-            return "takes no weight regularizer"
-        if "loss" in settings and settings["loss"] not in cls.supported_losses():
+        if self.inner is not None and self.inner not in cls.supported_losses():
             return f"is not among the losses that {self.loss} supports"
         return None
 
@@ -199,32 +166,15 @@ def _mined(loss: Callable[..., Any], miner: Callable[..., Any]) -> Callable[...,
     return lambda **arguments: loss(**arguments, indices_tuple=miner(*arguments.values()))
 
 
-def inside(outer: str, loss: str) -> Case:
-    return Case(outer, parts=(("loss", loss),))
-
-
-COLUMNS: dict[str, Callable[[str], list[Case]]] = {
-    "by itself": lambda loss: [Case(loss)],
-    "with a miner": lambda loss: [Case(loss, miner) for miner in parts(miners)],
-    "inside another": lambda loss: [inside(outer, loss) for outer in AROUND_ANOTHER],
-    **{
-        f"{setting.replace('_', ' ')}": partial(lambda setting, loss: [
-            Case(loss, parts=((setting, name),)) for name in parts(MODULES[setting])
-        ], setting)
-        for setting in ("reducer", "distance", "embedding_regularizer", "weight_regularizer")
-    },
-    "reference rows": lambda loss: [
-        Case(loss, references=True), Case(loss, "MultiSimilarityMiner", references=True)
-    ],
-    "`DistributedMiner`": lambda loss: [Case(loss, "BatchHardMiner", mined="outside")],
-}  # fmt: skip
-
-
 def cases() -> Iterator[Case]:
-    """Yield every loss with every miner, reducer, distance and regularizer, with references, and with a separate miner."""
+    """Yield every loss with every miner, inside another, with references, and with a separate miner."""
     for loss in parts(losses):
-        for of_column in COLUMNS.values():
-            yield from of_column(loss)
+        yield Case(loss)
+        yield from (Case(loss, miner) for miner in parts(miners))
+        yield from (Case(outer, inner=loss) for outer in AROUND_ANOTHER)
+        yield Case(loss, references=True)
+        yield Case(loss, "MultiSimilarityMiner", references=True)
+        yield Case(loss, "BatchHardMiner", mined="outside")
 
 
 SPLITS = ((12,), (6, 6), (4, 8), (12, 0), (4, 4, 4), (1, 8, 3), (5, 0, 7))
@@ -237,15 +187,15 @@ def run_of(case: Case, shards: tuple[int, ...]) -> Run:
 
 
 def all_runs(case: Case) -> list[Run]:
-    """Return every split for a loss and its miner; for other parts, which do not depend on ranks, two uneven splits."""
+    """Return every split for a loss and its miner; for others two uneven splits."""
     if case.inapplicable is not None:
         return []
-    few = case.parts or case.references or case.mined == "outside"
+    few = case.inner or case.references or case.mined == "outside"
     return [run_of(case, shards) for shards in ((4, 8), (5, 0, 7)) if few] or [run_of(case, x) for x in SPLITS]
 
 
 def some_runs(case: Case) -> list[Run]:
-    """Return a split over several ranks; for a loss without parts one with an empty rank, one without, and one process."""
+    """Return a split over several ranks; for a loss by itself one with an empty rank, one without, and one process."""
     if case.inapplicable is not None:
         return []
     drawn = crc32(str(case).encode())
