@@ -1,27 +1,10 @@
-"""The examples of retrieval: stopped and continued on other processes, they have the weights and scores of one process."""
+"""The example of retrieval: on two processes it has the weights and scores of one."""
 
 import pytest
-import torch
 
 from contrastive_zoo.testing.worlds import Worlds
 
 pytestmark = pytest.mark.trainers
-
-
-def test_stop_on_two_processes_and_continue_on_three(worlds: Worlds) -> None:
-    pytest.importorskip("skimage")
-    from examples import retrieval
-
-    # steps: the run is resumed before the first mining, and ends in the second epoch, after the second mining
-    short, stop, end = retrieval.Settings(points=1200, batch_size=60, epochs=2, mine_from=12, mine_every=10), 9, 23
-    (expected,) = worlds.run(1, retrieval.train, None, end, short)
-    stopped = worlds.run(2, retrieval.train, None, stop, short)
-    for found in worlds.run(3, retrieval.train, stopped[1].checkpoint, end, short):
-        assert (found.weights - expected.weights).abs().max() <= 1e-9
-        assert (found.recall, found.recall_disturbed) == (expected.recall, expected.recall_disturbed)
-        negatives = (x.checkpoint["negatives"] for x in (found, expected))
-        assert torch.equal(*negatives)
-        assert found.checkpoint["sampler"] == expected.checkpoint["sampler"]
 
 
 def test_training_on_docstrings_is_the_same_on_two_processes(worlds: Worlds) -> None:
