@@ -3,10 +3,10 @@
 Writes the tables of docs/pages/gallery.md, and the truth table in README.md.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
@@ -39,8 +39,7 @@ TRUTHS = (
 MEASUREMENTS = ("what people write", "verdict", "what is wrong")  # heads of the tables
 
 
-EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
-UNEVEN = GlobalBatch((3, 9), d=4)
+EVEN, UNEVEN = GlobalBatch((6, 6, 6, 6), d=4), GlobalBatch((3, 9), d=4)
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe, its measurements on equal shards of two and four processes and on unequal ones of two, and its report."""
+    """A recipe, its measurements on equal shards of four processes and on unequal ones of two, and its report."""
 
     recipe: Recipe
-    even: tuple[Measured, ...]
+    even: Measured
     uneven: Measured
     report: Report
 
@@ -72,14 +71,14 @@ class Row:
         """Return in words what differs on unequal shards."""
         if self.uneven.failure:
             return bold(self.uneven.failure)
-        words = zip(("value", "encoder", "parameters"), _describe([self.uneven]), self.on_even, strict=True)
+        words = zip(("value", "encoder", "parameters"), _describe(self.uneven), self.on_even, strict=True)
         changed = [f"{name} {now}" for name, now, even in words if now.partition(" (")[0] != even.partition(" (")[0]]
         return ", ".join(changed) or "nothing"
 
 
 def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
-    """Measure and check recipes: those of the gallery and of every importable library, unless others are given."""
-    all_recipes = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
+    """Measure and check recipes: those of the gallery and of the libraries, unless others are given."""
+    all_recipes = [*GALLERY.values(), *PEERS.values()]
     return [_row(recipe, worlds, max_examples) for recipe in (all_recipes if recipes is None else recipes)]
 
 
@@ -94,8 +93,7 @@ def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
         worlds=worlds,
         name=recipe.name,
     )
-    *even, uneven = (measure(recipe.case, x, worlds) for x in (*EVEN, UNEVEN))
-    return Row(recipe, tuple(even), uneven, report)
+    return Row(recipe, measure(recipe.case, EVEN, worlds), measure(recipe.case, UNEVEN, worlds), report)
 
 
 def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
@@ -120,58 +118,40 @@ def _compared(gradients: Gradients, expected: Gradients) -> tuple[float, float]:
     return x.norms, x.cosine
 
 
-def _describe(found: Sequence[Measured]) -> tuple[str, str, str]:
-    if failures := {x.failure for x in found if x.failure}:
-        return (bold(" or ".join(sorted(failures))),) * 3
-    encoder = _joined(found, lambda x: _gradient(x.encoder, x.world_size))
-    parameters = "–"
-    if all(x.parameters for x in found):
-        parameters = _joined(found, lambda x: _gradient(x.parameters, x.world_size))
-    return _joined(found, _value), encoder, parameters
+def _describe(found: Measured) -> tuple[str, str, str]:
+    if found.failure:
+        return (bold(found.failure),) * 3
+    parameters = _gradient(found.parameters, found.world_size) if found.parameters else "–"
+    return _value(found), _gradient(found.encoder, found.world_size), parameters
 
 
-def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str, dict[str, list[float]]]]) -> str:
-    """Return one description of all measurements if they are of one kind, otherwise one for each W."""
-    described = [describe(x) for x in found]
-    if len({kind for kind, _ in described}) > 1:
-        return "; ".join(f"W={x.world_size}: {_joined([x], describe)}" for x in found)
-    kind, numbers = described[0]
-    if not numbers:
-        return kind if kind == "right" else bold(kind)
-    details = (form.format(_range([x for _, given in described for x in given[form]])) for form in numbers)
-    return f"{bold(kind)} ({', '.join(details)})"
-
-
-def _range(numbers: Sequence[float]) -> str:
-    digits = 0 if max(numbers) > 10 else 2
-    while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not is_near(x, 1.0) for x in numbers):
+def _number(x: float) -> str:
+    digits = 0 if x > 10 else 2
+    while f"{x:.{digits}f}" == f"{1:.{digits}f}" and not is_near(x, 1.0):
         digits += 1  # a ratio that differs from 1 must not be printed as 1.00
-    low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
-    return low if low == high else f"{low} to {high}" if low.startswith("-") else f"{low}–{high}"
+    return f"{x:.{digits}f}"
 
 
-def _value(found: Measured) -> tuple[str, dict[str, list[float]]]:
-    first = found.values[0]
-    if not all(is_near(x, first) for x in found.values):
-        return "differs per rank", {"×{}": list(found.values)}
-    factor = _factor(first, found.world_size)
-    return (factor, {}) if factor else ("wrong", {"×{}": [first]})
+def _value(found: Measured) -> str:
+    low, high = min(found.values), max(found.values)
+    if not is_near(low, high):
+        return f"{bold('differs per rank')} (×{_number(low)}–{_number(high)})"
+    return _factor(low, found.world_size) or f"{bold('wrong')} (×{_number(low)})"
 
 
-def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, dict[str, list[float]]]:
+def _gradient(of: tuple[float, float] | None, world_size: int) -> str:
     assert of is not None
     ratio, cosine = of
     if ratio < CLOSE:
-        return "none", {}
+        return bold("none")
     if not is_near(cosine, 1.0):
-        off = (ratio**2 + 1 - 2 * ratio * cosine) ** 0.5
-        return "wrong direction", {"cos {}": [cosine], "{} % off": [100 * off]}
-    factor = _factor(ratio, world_size)
-    return (factor, {}) if factor else ("wrong length", {"×{}": [ratio]})
+        off = 100 * (ratio**2 + 1 - 2 * ratio * cosine) ** 0.5
+        return f"{bold('wrong direction')} (cos {_number(cosine)}, {_number(off)} % off)"
+    return _factor(ratio, world_size) or f"{bold('wrong length')} (×{_number(ratio)})"
 
 
 def _factor(ratio: float, world_size: int) -> str | None:
-    named = {"right": 1.0, "W×": float(world_size), "1/W": 1 / world_size}
+    named = {"right": 1.0, bold("W×"): float(world_size), bold("1/W"): 1 / world_size}
     return next((name for name, factor in named.items() if is_near(ratio, factor)), None)
 
 
@@ -196,25 +176,25 @@ The hand-written gathers pad uneven shards. With a plain `torch.distributed.all_
 
 
 def gallery(rows: Sequence[Row]) -> dict[str, str]:
-    peers = [row for row in rows if row.recipe.name in PEERS]
-    hand_written = [row for row in rows if row.recipe.name not in PEERS]
-    losses = [row for row in hand_written if not row.recipe.step]
-    libraries = {PEERS[row.recipe.name].library for row in peers}
-    absent = sorted({peer.library for peer in PEERS.values()} - libraries)
-    versions = ", ".join(f"{_distribution(name)} {_version(name)}" for name in ("torch", *sorted(libraries)))
-    missing = f" Not installed, so not run: {', '.join(map(_distribution, absent))}." if absent else ""
+    wrong = [row for row in rows if row.recipe.mistake is not None and not row.recipe.library]
+    libraries = ("torch", *sorted({x.library.replace("_", "-") for x in PEERS.values()}))
     return {
-        "wrong": _verdicts([row for row in losses if row.recipe.mistake is not None]),
-        "training steps": _verdicts(
-            [row for row in hand_written if row.recipe.step and row.recipe.mistake is not None]
-        ),
-        "libraries": f"Measured with {versions}.{missing}\n\n{_verdicts(peers)}",
+        "wrong": _verdicts(row for row in wrong if not row.recipe.step),
+        "training steps": _verdicts(row for row in wrong if row.recipe.step),
+        "libraries": f"Measured with {', '.join(f'{x} {version(x)}' for x in libraries)}.\n\n"
+        + _verdicts(row for row in rows if row.recipe.library),
     }
 
 
-def _verdicts(rows: Sequence[Row]) -> str:
-    named = ((row, row.report.diagnosis.mistake if row.report.diagnosis else "right") for row in rows)
-    lines = [[_title(row.recipe), mistake, effect(*row.on_even, row.on_uneven)] for row, mistake in named]
+def _verdicts(rows: Iterable[Row]) -> str:
+    lines = [
+        [
+            f"*{row.recipe.name}*: {row.recipe.about}",
+            row.report.diagnosis.mistake if row.report.diagnosis else "right",
+            effect(*row.on_even, row.on_uneven),
+        ]
+        for row in rows
+    ]
     return table(MEASUREMENTS, lines, texts=len(MEASUREMENTS))
 
 
@@ -232,32 +212,6 @@ def effect(value: str, encoder: str, parameters: str, uneven: str) -> str:
     if uneven != "nothing":
         differences.append(f"uneven shards: {uneven}")
     return "; ".join(differences) or "another test shows it"
-
-
-def _title(recipe: Recipe) -> str:
-    return f"*{recipe.name}*: {_about(recipe)}"
-
-
-def _about(recipe: Recipe) -> str:
-    """Return what people write; "the same" is replaced by the recipe that it refers to."""
-    about = " ".join(recipe.about.split())
-    if not about.startswith("the same"):
-        return about
-    names = list(GALLERY)
-    before = reversed(names[: names.index(recipe.name)])
-    reference = next(name for name in before if not GALLERY[name].about.startswith("the same"))
-    return f"as *{reference}*{about.removeprefix('the same')}"
-
-
-def _distribution(library: str) -> str:
-    return library.replace("_", "-")
-
-
-def _version(library: str) -> str:
-    try:
-        return version(_distribution(library))
-    except PackageNotFoundError:
-        return ""
 
 
 def main() -> None:

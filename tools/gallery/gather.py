@@ -61,25 +61,6 @@ def gather_layer(reduced: Callable[[Tensor], Tensor] = lambda dy: dy) -> Callabl
     return GatherLayer.apply
 
 
-local_slice, summed_slice = gather_layer(), gather_layer(all_reduce)
-
-
-class _PlainAllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        rank, size = rank_and_size()
-        gathered = [torch.empty_like(x) for _ in range(size)]
-        if size > 1:
-            dist.all_gather(gathered, x)
-        gathered[rank] = x
-        ctx.rank, ctx.size = rank, size
-        return torch.cat(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return all_reduce(dy).chunk(ctx.size)[ctx.rank] if ctx.size > 1 else dy
-
-
 recipe("DistributedLoss, own loss")(
     lambda: DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
 )
@@ -90,11 +71,9 @@ recipe("DistributedLoss, sum trainer", grad_reduction="sum")(
 )
 recipe("gather with reduce-scatter")(partial(DenseInfoNCE, all_gather))
 recipe("torch functional all_gather", mistake="uneven shards")(partial(DenseInfoNCE, equal_shards))
-recipe("own slice", mistake="own slice")(partial(DenseInfoNCE, local_slice))
-recipe("GatherLayer that all-reduces")(partial(DenseInfoNCE, summed_slice))
-recipe("GatherLayer of equal shards", mistake="uneven shards")(partial(DenseInfoNCE, _PlainAllGather.apply))
+recipe("own slice", mistake="own slice")(partial(DenseInfoNCE, gather_layer()))
 recipe("overwritten slice", mistake="own slice")(partial(DenseInfoNCE, overwritten_slice))
-recipe("own slice × W", mistake="times W")(partial(DenseInfoNCE, local_slice, world_size))
+recipe("own slice × W", mistake="times W")(partial(DenseInfoNCE, gather_layer(), world_size))
 recipe("detached gather", mistake="detached")(partial(DenseInfoNCE, without_gradient))
 
 
@@ -124,20 +103,18 @@ class _Local(nn.Module):
         *,
         offset: bool = True,
         average: bool = False,
-        keys_too: bool = True,
         factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(3.0))
-        self.gather, self.offset, self.average, self.keys_too, self.factor = gather, offset, average, keys_too, factor
+        self.gather, self.offset, self.average, self.factor = gather, offset, average, factor
 
     def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
         a, b = F.normalize(view1, dim=1), F.normalize(view2, dim=1)
         positive = torch.arange(len(a)) + (sum(shard_sizes(a)[: rank_and_size()[0]]) if self.offset else 0)
         total = F.cross_entropy(self.scale * a @ self.gather(b).T, positive, reduction="sum")
-        if self.keys_too:
-            total = (total + F.cross_entropy(self.scale * b @ self.gather(a).T, positive, reduction="sum")) / 2
-        mean = self.factor() * total / max(len(a), 1)
+        total = total + F.cross_entropy(self.scale * b @ self.gather(a).T, positive, reduction="sum")
+        mean = self.factor() * total / max(2 * len(a), 1)
         return all_reduce(mean, "mean") if self.average else mean
 
 
@@ -152,10 +129,7 @@ recipe("wrong adjoint", mistake="wrong direction")(partial(ShardedAnchors, gathe
 recipe("local parameters", mistake="local parameters")(local_parameters)
 recipe("detached candidates", mistake="detached candidates")(partial(_Local, overwritten_slice))
 recipe("local loss", mistake="local loss")(partial(_Local, all_gather))
-recipe("GatherLayer, local anchors", mistake="local loss")(partial(_Local, summed_slice))
-recipe("GatherLayer of own slice, local anchors", mistake="detached candidates")(partial(_Local, local_slice))
 recipe("local loss × W", mistake="local loss × W")(partial(_Local, all_gather, factor=world_size))
-recipe("queries only, × W", mistake="local loss × W")(partial(_Local, summed_slice, keys_too=False, factor=world_size))
 recipe("mean of means", mistake="mean of means")(partial(_Local, all_gather, average=True))
 recipe("mask without offset", mistake="mask without offset")(partial(_Local, all_gather, offset=False))
 
@@ -167,14 +141,6 @@ recipe("local negatives", mistake="local negatives")(DenseInfoNCE)
 def _split_in_half(view1: Tensor, view2: Tensor) -> Tensor:
     both = all_gather(F.normalize(torch.cat([view1, view2]), dim=1))
     return symmetric_cross_entropy(3.0 * both[: len(both) // 2] @ both[len(both) // 2 :].T)
-
-
-@loss_recipe("[W, n, d] folded wrongly", mistake="views split wrongly")
-def _interleaved(view1: Tensor, view2: Tensor) -> Tensor:
-    a, b = (all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
-    local_index = [index for n in shard_sizes(view2) for index in range(n)]
-    interleaved = torch.tensor(sorted(range(len(b)), key=lambda row: local_index[row]), dtype=torch.int64)
-    return symmetric_cross_entropy(3.0 * a @ b[interleaved].T)
 
 
 @loss_recipe("own rank first", mistake="own rank first", call="labels")
@@ -217,12 +183,6 @@ def _reduced_in_place(view1: Tensor, view2: Tensor) -> Tensor:
         return c + (reduced - c.detach())
 
     return _correlations(view1, view2, total)
-
-
-@loss_recipe("statistic without gradient, of centred views", mistake="statistic without gradient")
-def _reduced_in_place_of_centred(view1: Tensor, view2: Tensor) -> Tensor:
-    count = World.of().shards(len(view1)).total
-    return _reduced_in_place(*(view - all_reduce(view.sum(0)) / count for view in (view1, view2)))
 
 
 @loss_recipe("statistic with gradient")

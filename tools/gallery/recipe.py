@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from contrastive_zoo.testing.measurement import Call, Case, GradReduction
 
 _LINES = Path(__file__).with_name("recipes.md").read_text(encoding="utf-8").splitlines()[2:]
 ABOUT = dict(line.strip("| ").split(" | ") for line in _LINES)
-"""What people write, by name of the recipe, in one line. "The same" refers to the recipe before it."""
+"""What people write, by name of the recipe, in one line."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,6 @@ class Recipe:
     library: str = ""  # another library that it needs, by the name under which it is imported
 
     @property
-    def importable(self) -> bool:
-        return find_spec(self.library) is not None
-
-    @property
     def case(self) -> Case:
         return Case(partial(make, self.name), self.call, self.grad_reduction, step=self.step, name=self.name)
 
@@ -45,7 +40,7 @@ class Recipe:
 GALLERY: dict[str, Recipe] = {}
 
 PEERS: dict[str, Recipe] = {}
-"""Implementations of other libraries by name, importable or not."""
+"""Implementations of other libraries by name."""
 
 T = TypeVar("T", bound=Callable[..., Any])
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.batch import FEATURES
@@ -49,14 +48,6 @@ def _projected(embeddings: Tensor, directions: Tensor) -> Tensor:
 @loss_recipe("own random stream", mistake="different random numbers", call="labels")
 def _local_directions(embeddings: Tensor, labels: Tensor) -> Tensor:
     return _projected(embeddings, torch.randn(embeddings.shape[1], 64))
-
-
-@loss_recipe("shared random stream", call="labels")
-def _shared_directions(embeddings: Tensor, labels: Tensor) -> Tensor:
-    directions = torch.randn(embeddings.shape[1], 64)
-    if world_size() > 1:
-        dist.broadcast(directions, 0)
-    return _projected(embeddings, directions)
 
 
 class _ShardedClasses(nn.Module):
@@ -168,30 +159,11 @@ _step_recipe("loss in the model")(_step)
 _step_recipe("loss outside the model")(partial(_step, in_model=False))
 
 
-@_step_recipe("DDP of a model that returns its loss")
-def _ddp_of_a_model_with_loss() -> Step:
-
-    class ModelWithLoss(_Model):
-        def forward(self, *views: Tensor) -> Tensor:
-            assert self.loss is not None
-            return self.loss(*map(self.encoder, views))
-
-    def step(model: nn.Module, *views: Tensor) -> Tensor:
-        value: Tensor = model(*views)
-        value.backward()
-        return value
-
-    return DistributedDataParallel(ModelWithLoss(DistributedLoss(DenseInfoNCE())).double()), step
-
-
-def _step_of_sum_loss(reduce: Reduce) -> Step:
-    return _step(DistributedLoss(DenseInfoNCE(), grad_reduction="sum"), reduce=reduce)
-
-
-_step_recipe("sum trainer, sum loss")(partial(_step_of_sum_loss, _sum_gradients))
 _step_recipe("step × W", mistake="times W")(partial(_step, factor=world_size))
 _step_recipe("sum trainer", mistake="trainer sums")(partial(_step, reduce=_sum_gradients))
-_step_recipe("mean trainer", mistake="trainer averages")(partial(_step_of_sum_loss, average_gradients))
+_step_recipe("mean trainer", mistake="trainer averages")(
+    lambda: _step(DistributedLoss(DenseInfoNCE(), grad_reduction="sum"))
+)
 _step_recipe("gathered before the loss", mistake="gathered first")(partial(_step, prepare=all_gather))
 
 
