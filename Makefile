@@ -81,7 +81,6 @@ pages: .venv/.examples-installed .venv/.peers-installed
 	for page in zoo_page paths_page gallery_page notebook; do \
 		$(BIN)/python -W ignore -m tools.$$page || exit 1; done
 	$(BIN)/python -W ignore -m examples.demo --docs
-	$(BIN)/python docs/figures.py
 
 # the pages are built from sources: none of the libraries that tests and examples need
 .venv/.docs-installed: pyproject.toml .ci/constraints.txt | $(BIN)/python

@@ -61,8 +61,7 @@ def measured(name: str, option: str, steps: int, rows: int, width: int) -> tuple
         return arguments(compares, count, width)
 
     sizes = 64, rows // dist.get_world_size()
-    megabytes, seconds, _ = memory_and_time(draw, lambda *inputs: loss(*inputs).backward(), sizes, steps)
-    return megabytes, seconds
+    return memory_and_time(draw, lambda *inputs: loss(*inputs).backward(), sizes, steps)
 
 
 def line(name: str, ranks: int, options: Sequence[str], steps: int, given: argparse.Namespace) -> list[str]:

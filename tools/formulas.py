@@ -32,7 +32,6 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _SPACED = tuple(")]},:=+−·/<>≤≥≠∈∉∪≈")
-_MAY_WRAP = re.compile(r" {5,}(?!=| )|  (?=[+−=]  )")
 
 
 def _word(text: str) -> str:
@@ -94,35 +93,15 @@ def latex(formula: str) -> str:
     return " ".join(parts)
 
 
-def pieces(formula: str) -> list[list[str]]:
-    """Return the lines of a formula, each in the pieces between which it may wrap on a narrow screen.
-
-    A line that begins with a space continues the one above. Outside of brackets a line may wrap at five spaces or more, and
-    before an operator with two spaces around it.
-
-    Examples:
-        >>> pieces("a = [ b\\n      + c ]  +  d,      e = f\\ng   = h")
-        [['a = [ b  + c ]', '+  d,', 'e = f'], ['g   = h']]
-    """
-    return [_wrapped(line) for line in re.sub(r"\n +", "  ", formula).split("\n")]
-
-
-def _wrapped(line: str) -> list[str]:
-    found, start = [], 0
-    for gap in _MAY_WRAP.finditer(line):
-        before = line[: gap.start()]
-        if all(before.count(bracket) == before.count(closing) for bracket, closing in _CLOSING.items()):
-            found.append(line[start : gap.start()])
-            start = gap.end()
-    return [*found, line[start:]]
-
-
 def mathml(formula: str) -> str:
-    """Return a formula as HTML, one paragraph per line; ValueError as for :func:`latex`."""
+    """Return a formula as HTML, one paragraph per line; a line that begins with a space continues the one above.
+
+    ValueError as for :func:`latex`.
+    """
     from latex2mathml.converter import convert
 
-    def rendered(piece: str) -> str:
-        return str(convert(latex(piece), display="block")).replace('display="block"', 'displaystyle="true"')
-
-    paragraphs = [f"<p>{' '.join(map(rendered, line))}</p>" for line in pieces(formula)]
-    return f'<div class="formula">{"".join(paragraphs)}</div>'
+    lines = re.sub(r"\n +", "  ", formula).split("\n")
+    shown = (
+        str(convert(latex(line), display="block")).replace('display="block"', 'displaystyle="true"') for line in lines
+    )
+    return f'<div class="formula">{"".join(f"<p>{x}</p>" for x in shown)}</div>'

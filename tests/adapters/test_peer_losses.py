@@ -1,6 +1,5 @@
 """Losses of other libraries, as they come: on several processes they are what they are on one, or they are refused."""
 
-import ast
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, assert_same, numbers
 from tools.comparison import Compared, compare, measure
 from tools.peer_losses import packages
-from tools.peer_losses.losses import LEFT_OUT, PeerLoss, Reading, runs, table
+from tools.peer_losses.losses import PeerLoss, Reading, runs, table
 
 pytestmark = pytest.mark.peers
 
@@ -33,8 +32,6 @@ def need(package: str) -> None:
     absent = packages.missing(packages.FOLDER, packages.required())
     if requirement := next((x for x in absent if x.startswith(f"{package}==")), None):
         pytest.skip(f"{requirement} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test` installs it")
-    if package not in packages.required():
-        pytest.importorskip(package.replace("-", "_"))
 
 
 def of_package(package: str) -> list[PeerLoss]:
@@ -154,6 +151,7 @@ REPLACEMENTS: list[tuple[str, str, str, tuple[Any, ...], Callable[[Any], Loss], 
 another library"."""
 
 
+@pytest.mark.filterwarnings("ignore")  # their own
 @pytest.mark.parametrize(("package", "module", "name", "shapes", "theirs", "ours"), REPLACEMENTS)
 def test_what_replaces_a_trainers_loss_is_their_own_code(
     package: str, module: str, name: str, shapes: Any, theirs: Callable[[Any], Loss], ours: Loss
@@ -165,23 +163,7 @@ def test_what_replaces_a_trainers_loss_is_their_own_code(
         unit = [F.normalize(x, dim=-1).requires_grad_() for x in drawn]
         assert_same(ours, their_loss, *unit)
         with pytest.raises(AssertionError):
-            assert_same(ours, lambda *x: their_loss(1.1 * x[0], *x[1:]), *unit)  # another temperature
-
-
-SUFFIXES = ("Loss", "Regularizer", "_loss_func", "Contrastive", "Distillation", "InfoNCE")
-
-
-def test_every_loss_of_the_files_is_in_the_table_or_left_out_with_a_reason() -> None:
-    names = set()
-    for package in packages.required():
-        for module in {peer.module for peer in of_package(package)}:
-            folder = packages.FOLDER.joinpath(*module.split(".")[:-1])
-            for path in folder.glob("*.py"):
-                for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                    if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name.endswith(SUFFIXES):
-                        names.add(f"{package} {node.name}")
-    known = {f"{peer.package} {peer.name}" for peer in table()} | set(LEFT_OUT)
-    assert sorted(names - known) == []
+            assert_same(ours, lambda *x: their_loss(x[0].roll(1, 0), *x[1:]), *unit)  # other pairs
 
 
 def test_a_package_that_is_absent_is_a_skip_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Change the modules that ranks rest on, one place at a time, and count the changes that no test notices.
 
 python -m tools.mutants --count 200      # continues where an earlier run was stopped: results are in mutants.json
-python -m tools.mutants --again          # first the survivors, once there are new tests
 python -m tools.mutants --count 0 --docs # writes the score to docs/pages/how-it-is-tested.md
 
 A mutant is one change of the syntax tree: a comparison, an operator, a number, a truth value, a condition, a maximum for a
@@ -42,7 +41,6 @@ TESTS = {
 
 RESULTS = Path("mutants.json")
 JOBS = 2  # mutants that are tried at the same time
-CONTROLS = 10  # after so many mutants the tests of one run without it: they must pass
 WORLD_TIMEOUT = 20  # seconds of a job of several ranks
 SECONDS = 1800.0  # limit of the tests of one mutant
 
@@ -103,13 +101,13 @@ def attempts(todo: Sequence[Mutant]) -> Iterator[tuple[Mutant, Result]]:
         yield from pool.map(attempt, todo)
 
 
-def untried(results: list[Result], again: Sequence[Name]) -> list[Mutant]:
+def untried(results: list[Result]) -> list[Mutant]:
     """Forget results of mutants that the code no longer has; return all others that it has, in random order."""
     every = {x.name: x for path in modules() for x in mutants_of(path)}
-    results[:] = [x for x in results if name_of(x) in every and name_of(x) not in again]
+    results[:] = [x for x in results if name_of(x) in every]
     todo = [x for x in every.values() if x.name not in set(map(name_of, results))]
     random.Random(0).shuffle(todo)
-    return sorted(todo, key=lambda x: x.name not in again)
+    return todo
 
 
 def name_of(result: Result) -> Name:
@@ -122,21 +120,19 @@ def outcome(result: Result) -> str:
     return "equivalent" if is_equivalent else str(result["verdict"])
 
 
-def report(results: Sequence[Result], controls: Sequence[Result]) -> str:
+def report(results: Sequence[Result]) -> str:
     """Return the score in a sentence.
 
     Examples:
         >>> mutant = {"path": "engine/exchange.py", "place": ["f", 1], "change": "1 → 2", "verdict": "caught"}
-        >>> print(report([mutant], []))
-        1 mutants, 1 noticed: 100.0 % of those that are not equivalent, 100.0 % of all. 0 controls, runs of the same tests without a mutant: 0 failed.
-    """  # noqa: E501 - the line is as long in the page
+        >>> report([mutant])
+        '1 mutants, 1 noticed: 100.0 % of those that are not equivalent, 100.0 % of all.'
+    """
     counts = Counter(map(outcome, results))
     noticed, tried = counts["caught"] + counts["timed out"], len(results) - counts["equivalent"]
-    alarms = sum(x["verdict"] != "survived" for x in controls)
     return (
         f"{len(results)} mutants, {noticed} noticed: {100 * noticed / max(1, tried):.1f} % of those that are not "
-        f"equivalent, {100 * noticed / max(1, len(results)):.1f} % of all. {len(controls)} controls, runs of the same "
-        f"tests without a mutant: {alarms} failed."
+        f"equivalent, {100 * noticed / max(1, len(results)):.1f} % of all."
     )
 
 
@@ -144,22 +140,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--docs", action="store_true", help="write the report to the page")
-    parser.add_argument("--again", action="store_true", help="try the survivors again")
     options = parser.parse_args()
-    saved = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"results": [], "controls": []}
-    results, controls = saved["results"], saved["controls"]
-    again = [name_of(x) for x in results if outcome(x) == "survived"] if options.again else []
-    todo = untried(results, again)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    todo = untried(results)
     for mutant, result in attempts(todo[: max(0, options.count - len(results))]):
         results.append(mutant._asdict() | result)
-        if len(results) // CONTROLS > len(controls):
-            controls.append(mutant._asdict() | verdict(tests_of(mutant), pages.ROOT))
-        RESULTS.write_text(json.dumps(saved, indent=1))
+        RESULTS.write_text(json.dumps(results, indent=1))
     for x in (x for x in results if outcome(x) == "survived"):
         print(f"survived: {x['path']}:{x['place'][1]} {x['place'][0]}: {x['change']}")
-    print(report(results, controls))
+    print(report(results))
     if options.docs:
-        pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": report(results, controls)})
+        pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": report(results)})
 
 
 if __name__ == "__main__":

@@ -75,10 +75,6 @@ documents = Argument("negatives", lambda batch, view: _tokens(batch, view, 2))
 long_documents = Argument(
     "token negatives", lambda batch, view: torch.stack([_tokens(batch, view), _tokens(batch, view + 1)], 1)
 )
-labels = Argument("labels", lambda batch, _: batch.index() % CLASSES)
-pairs = Argument("pair labels", lambda batch, _: (batch.index() % 2).double())
-scores = Argument("scores", lambda batch, _: batch.normal(50).sigmoid())
-differences = Argument("score differences", lambda batch, _: batch.normal(50))
 several_scores = Argument("scores of 2", lambda batch, _: batch.normal(50, 2))
 regions = Argument("regions", lambda batch, view: (batch.index()[:, None] + torch.arange(TOKENS) + view) % TOKENS)
 mask = Argument("mask", lambda batch, _: torch.ones(len(batch.index()), 1, TOKENS, dtype=torch.bool))
@@ -89,16 +85,6 @@ caption_labels = Argument("token labels", lambda batch, _: batch.index()[:, None
 scale = Argument("number", lambda batch, _: batch.numbers["scale"], parameter="scale")
 bias = Argument("number", lambda batch, _: batch.numbers["bias"], parameter="bias")
 prototypes = Argument("learnt shared", lambda batch, _: batch.numbers["prototypes"], "shared", "prototypes")
-
-
-def _sentences(count: int) -> Argument:
-    return Argument(
-        f"list of {count} dicts of rows",
-        lambda batch, _: [{"sentence_embedding": batch.embeddings(view)} for view in range(count)],
-    )
-
-
-sentences, sentence_pairs, sentence_triples = map(_sentences, (1, 2, 3))
 
 
 def _listed(count: int, first: int = 0, of: Argument = rows) -> Argument:

@@ -125,18 +125,3 @@ STEPS = (((3, 9), (12, 0), (5, 3)), ((5, 0, 7), (1, 8, 3), (0, 6, 2)))
 def runs(_: PeerLoss) -> list[Run]:
     """Return the runs of every loss, under trainers that average and that sum."""
     return [Run(steps, grad_reduction) for steps in STEPS for grad_reduction in ("mean", "sum")]
-
-
-LEFT_OUT: dict[str, str] = {
-    "lightly PatchKernelAlignmentLoss": "its file imports torchvision",
-    "lightly VICRegLLoss": "its file imports torchvision",
-    "lightly WMSELoss": "its sub-batches have a size that divides the batch",
-    "solo-learn deepclusterv2_loss_func": "its assignments are those of one k-means over the data set",
-    "solo-learn manual_simclr_loss_func": "its masks [n, n] are of one rank's rows",
-    "stable-pretraining SwAVLoss": "it changes a module that is an argument",
-    "stable-pretraining InfoNCELoss": "its targets are indices of one rank's candidates",
-    "stable-pretraining DINOv2Loss": "it is the sum of two others",
-    "stable-pretraining MAELoss": "it compares no embeddings",
-    "pylate CachedContrastive": "it computes its embeddings again in the backward pass; see `GradCache`",
-}
-"""Losses in the same files that are not compared, and why."""

@@ -23,15 +23,10 @@ def attraction(z: Tensor, y: Tensor) -> Tensor:
     return squared[y[:, None] == y].mean() + torch.exp(-squared).mean()
 
 
-def with_parts(z: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def with_parts(z: Tensor, y: Tensor) -> dict[str, Tensor]:
     squared = (z[:, None] - z).square().sum(2)
     parts = {"attraction": squared[y[:, None] == y].mean(), "repulsion": torch.exp(-squared).mean()}
-    return parts["attraction"] + parts["repulsion"], parts
-
-
-def as_dict(z: Tensor, y: Tensor) -> dict[str, Tensor]:
-    total, parts = with_parts(z, y)
-    return {"total": total, **parts}
+    return {"total": parts["attraction"] + parts["repulsion"], **parts}
 
 
 def nt_xent(view1: Tensor, view2: Tensor) -> Tensor:
@@ -68,20 +63,6 @@ class Centred(nn.Module):
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
         loss = (z - self.centre).square().sum(1).mean()
         self.centre.lerp_(z.detach().mean(0), 0.1)
-        return loss
-
-
-class Queued(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.ones(4, 2))
-        self.register_buffer("next", torch.tensor(0))
-
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        loss = (z @ self.queue.clone().T).logsumexp(1).mean()
-        where = (self.next + torch.arange(len(z))) % len(self.queue)
-        self.queue[where[-len(self.queue) :]] = z.detach()[-len(self.queue) :]
-        self.next += len(z)
         return loss
 
 
@@ -126,10 +107,8 @@ class Recipe:
 
 RECIPES = [
     Recipe("a plain function", lambda: attraction, lambda: cz.DistributedLoss(attraction)),
-    Recipe("a tuple of total and parts", lambda: with_parts, lambda: cz.DistributedLoss(with_parts)),
-    Recipe("a dict of parts", lambda: as_dict, lambda: cz.DistributedLoss(as_dict)),
+    Recipe("a dict of parts", lambda: with_parts, lambda: cz.DistributedLoss(with_parts)),
     Recipe("a moving centre", Centred, lambda: cz.DistributedLoss(Centred())),
-    Recipe("a queue", Queued, lambda: cz.DistributedLoss(Queued())),
     Recipe("class means", ClassMeans, lambda: cz.DistributedLoss(ClassMeans())),
     Recipe("a formula of two views", lambda: local_rows, lambda: cz.DistributedLoss(nt_xent), "views"),
     Recipe(
