@@ -1,4 +1,4 @@
-"""Faults of one rank, and what every rank says: processes over gloo that raise, die, stop, come late or are cut off."""
+"""Faults of one rank, and what every rank says: processes over gloo that raise, die, stop or come late."""
 
 import contextlib
 import functools
@@ -6,12 +6,10 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -23,7 +21,6 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.testing.interventions import splitting
-from tests.hosts import CUT, INTERFACE, Host, two_hosts
 
 EXPIRES = timedelta(seconds=2)  # time-out of the process group from the fault on, if a rank will not come in time
 PATIENCE = 120.0  # seconds for a rank to end; only one that hears of no fault needs them
@@ -101,7 +98,6 @@ class Fault(NamedTuple):
     action: Callable[[Training], object]
     late: bool = False  # whether nothing but a time-out tells the others
     everywhere: bool = False
-    two_hosts: bool = False  # whether half of the ranks are on another host
 
 
 def fail(_: Training) -> None:
@@ -133,8 +129,6 @@ def exhaust_memory(_: Training) -> None:
     torch.ones(2**40)
 
 
-LINK_CUT = "the link between two hosts is cut"
-
 FAULTS: dict[str, Fault] = {
     "exception before the loss": Fault(BEFORE, fail),
     "exception in a third-party loss": Fault(IN_THIRD_PARTY, fail),
@@ -148,7 +142,6 @@ FAULTS: dict[str, Fault] = {
     "SIGSTOP before the loss": Fault(BEFORE, stop, late=True),
     "SIGSTOP in the loss": Fault(IN_ROWS, stop, late=True),
     "Ctrl-C in the loss": Fault(IN_ROWS, interrupt),
-    LINK_CUT: Fault(BEFORE, lambda _: subprocess.run(CUT, check=True), late=True, two_hosts=True),
     "one call more than elsewhere": Fault(AFTER, Training.call_again),
     "a shorter epoch": Fault(BEFORE, stay_away, late=True),
     # on every rank: the workers would wait for each other
@@ -164,10 +157,7 @@ class Outcome(NamedTuple):
     ended: bool
 
 
-def rank_main(name: str, rank: int, world_size: int, directory: str, host: Host | None, pipe: Connection) -> None:
-    if host:
-        host.enter()
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+def rank_main(name: str, rank: int, world_size: int, directory: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - tracebacks of planned faults
@@ -186,27 +176,19 @@ def rank_main(name: str, rank: int, world_size: int, directory: str, host: Host 
 
 
 def run_fault(name: str, world_size: int = 2) -> list[Outcome]:
-    """Return how the ranks end that hear of the fault: all but the last, which fails; of a link that is cut, all."""
-    with two_hosts() if FAULTS[name].two_hosts else nullcontext(()) as hosts:
-        return _run(name, world_size, hosts)
-
-
-def _run(name: str, world_size: int, hosts: Sequence[Host]) -> list[Outcome]:
+    """Return how the ranks end that hear of the fault: all but the last, which fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__])
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes, outcomes = [], [], []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            host = hosts[2 * rank // world_size] if hosts else None
-            arguments = (name, rank, world_size, directory, host, theirs)
-            process = context.Process(target=rank_main, args=arguments, daemon=False)
+            process = context.Process(target=rank_main, args=(name, rank, world_size, directory, theirs), daemon=False)
             process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
-        hear = world_size if FAULTS[name].two_hosts else world_size - 1
-        for pipe, process in zip(pipes[:hear], processes, strict=False):
+        for pipe, process in zip(pipes[:-1], processes, strict=False):
             with contextlib.suppress(EOFError):  # a rank that was killed has said nothing
                 said = pipe.recv() if pipe.poll(PATIENCE) else ("", "no word")
                 process.join(PATIENCE)

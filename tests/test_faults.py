@@ -58,7 +58,7 @@ DRAWN = [
     "one call more than elsewhere",
     "the loss in a forked worker",
 ]
-"""One of each kind: the others run in ``make search``. tests/test_agreement.py has third-party losses that raise."""
+"""One of each kind: the others run in ``make search``."""
 
 
 NAMES = list(SAYS) if EVERY_CASE else DRAWN
@@ -72,7 +72,7 @@ def runs() -> dict[str, list[faults.Outcome]]:
 
 
 def test_every_fault_is_described() -> None:
-    assert SAYS.keys() == faults.FAULTS.keys() - {faults.LINK_CUT}  # tests/test_two_hosts.py
+    assert SAYS.keys() == faults.FAULTS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)

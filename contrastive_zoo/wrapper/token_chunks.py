@@ -44,7 +44,7 @@ def chunk_ends(descending: NDArray[np.int64], chunk_tokens: int) -> list[int]:
 def lengths_problem(lengths: ArrayLike, chunk_tokens: object) -> str | None:
     try:
         array = np.asarray(lengths)
-    except (TypeError, ValueError):  # ragged lists, tensors of another device
+    except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors of another device or with a gradient
         return f"lengths are integers [n] on the CPU, got {described(lengths)}."
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         return f"lengths are integers [n], got {array.dtype} {list(array.shape)}."

@@ -44,7 +44,7 @@ def rows_sent(name: str, shards: Sequence[int]) -> tuple[dict[int, int], int]:
 
     counting = patch.object(exchange, "SendReceive", Counted), patch.object(rowwise, "gather_rows", gather)
     with counting[0], counting[1]:
-        program = [("set_option", {"ring": True}), ("evaluate", {"batch": shards, "how": "no_grad"})]
+        program = [("set_option", {"ring": True}), ("step", {"batches": [shards], "how": "no_grad"})]
         play(name, GENERAL_PATH, program)
     return sent, gathered
 

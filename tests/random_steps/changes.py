@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from tests.random_steps.user_code import GENERATORS, HOLDERS, HidesInCompute, HidesInRows
+from tests.random_steps.user_code import Hides, HidesInCompute, of_a_generator, times
 
 Put = Callable[[Any], Any]
 Rows = Callable[[list[Tensor]], list[Tensor]]
@@ -31,7 +32,7 @@ class Change(NamedTuple):
 def changes_of(wrapper: cz.DistributedLoss) -> list[list[Change]]:
     """Return all changes of one rank, in groups."""
     loss = wrapper.loss
-    groups = [_of_call(loss), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss)]
+    groups = [_of_rows(loss), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss)]
     if isinstance(loss, nn.Module):
         groups += [_of_module(path or "the loss", module) for path, module in loss.named_modules()]
     else:
@@ -40,42 +41,38 @@ def changes_of(wrapper: cz.DistributedLoss) -> list[list[Change]]:
 
 
 def of_user_code(loss: Any) -> Iterator[Change]:
-    """Yield what ranks cannot read: hidden numbers, private generators, and a parameter that is not shared."""
-    if not isinstance(loss, HidesInRows | HidesInCompute):
-        return
-    for name, make in HOLDERS.items():
-        put = functools.partial(loss.hidden.__setitem__, name)
-        yield Change(f"a number in {name}", _put(put, make(1.1), loss.hidden[name]), hidden=True)
-    for name, make in GENERATORS.items():
-        if name == ("fork_rng" if isinstance(loss, HidesInCompute) else "torch.rand"):
-            continue  # numbers of a shape alone, which differ between a batch and its parts only; a stream of rows
-        put = functools.partial(setattr, loss, "noise")
-        yield Change(f"noise of {name}", _put(put, make(), loss.noise), hidden=True, right=False)
-    if isinstance(loss, HidesInCompute):
-        put = functools.partial(setattr, loss, "shares")
-        yield Change("an unshared parameter", _put(put, "no", loss.shares), hidden=True, right=False)
+    """Yield what ranks cannot read: a hidden number, private generators, and a parameter that is not shared."""
+    if isinstance(loss, Hides):
+        hide = partial(loss.hidden.__setitem__, "a closure")
+        yield Change("a number in a closure", _put(hide, times(1.1), times(1.0)), hidden=True)
+        yield Change("noise of a generator", _attribute(loss, "noise", of_a_generator()), hidden=True, right=False)
+    if isinstance(loss, HidesInCompute):  # rows draw from streams that ranks synchronise
+        yield Change("noise of torch.rand", _attribute(loss, "noise", torch.rand_like), hidden=True, right=False)
+        yield Change("an unshared parameter", _attribute(loss, "shares", "no"), hidden=True, right=False)
 
 
-def _of_call(loss: Any) -> Iterator[Change]:
-    floats: dict[str, Callable[[Tensor], Tensor]] = {
-        "float32 rows": lambda x: x.float(),
-        "wider rows": lambda x: torch.cat([x, x[..., :1]], -1),
-        "rows without gradient": lambda x: x.detach(),
-        "NaN rows": lambda x: x * torch.nan,
-        "rows of one more dimension": lambda x: x[:, None],
-        "an expanded view": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    }
-    if getattr(loss, "takes_any_width", False):
-        del floats["wider rows"]
-    for what, change in floats.items():
-        yield Change(what, of_rows=functools.partial(_each, change, floats=True))
-    yield Change("short labels", of_rows=functools.partial(_each, lambda x: x.int(), floats=False))
-    yield Change("labels as floats", of_rows=functools.partial(_each, lambda x: x.double(), floats=False))
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float32 rows": lambda x: x.float(),
+    "wider rows": lambda x: torch.cat([x, x[..., :1]], -1),
+    "rows without gradient": lambda x: x.detach(),
+    "NaN rows": lambda x: x * torch.nan,
+    "rows of one more dimension": lambda x: x[:, None],
+    "an expanded view": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "rows with the negative bit": lambda x: torch.view_as_complex(torch.stack([x, -x], -1)).conj().imag,
+}
+LABELS: dict[str, Callable[[Tensor], Tensor]] = {"short labels": Tensor.int, "labels as floats": Tensor.double}
+
+
+def _of_rows(loss: Any) -> Iterator[Change]:
+    for what, change in (ROWS | LABELS).items():
+        of_floats = what in ROWS
+
+        def changed(rows: list[Tensor], change: Put = change, of_floats: bool = of_floats) -> list[Tensor]:
+            return [change(x) if x.is_floating_point() == of_floats else x for x in rows]
+
+        if what != "wider rows" or not getattr(loss, "takes_any_width", False):
+            yield Change(what, of_rows=changed)
     yield Change("an argument less", of_rows=lambda rows: rows[:-1])
-
-
-def _each(change: Callable[[Tensor], Tensor], rows: list[Tensor], *, floats: bool) -> list[Tensor]:
-    return [change(x) if x.is_floating_point() == floats else x for x in rows]
 
 
 def _of_surroundings() -> Iterator[Change]:
@@ -105,7 +102,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
     is_shard = getattr(module, "shard_over", None) is not None  # then any values are this rank's part of the weights
     for name, x in [*module._parameters.items(), *module._buffers.items()]:
         if x is not None and not is_shard:
-            yield from _of_tensor(f"{path}.{name}", x)
+            yield from _of_value(f"{path}.{name}", x)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Change(f"{path}.{name} is frozen", _put(parameter.requires_grad_, False, True))
@@ -113,81 +110,55 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
             yield Change(f"{path}.{name} in bfloat16", _attribute(module, name, other))
     for name, value in vars(module).items():
         if name not in vars(nn.Module()):
-            yield from _of_value(f"{path}.{name}", value, functools.partial(setattr, module, name))
+            yield from _of_value(f"{path}.{name}", value, partial(setattr, module, name))
     yield Change(f"{path} in evaluation", _put(module.train, False, True))
     yield Change(f"evaluation of {path} alone", _attribute(module, "training", False))
-    yield Change(f"a hook of {path}", _hook(module.register_forward_hook, lambda module, args, value: 2 * value))
-    yield Change(f"a pre-hook of {path}", _hook(module.register_forward_pre_hook, lambda module, args: None))
-    yield Change(f"a backward hook of {path}", _hook(module.register_full_backward_hook, lambda *_: None))
+    # handles are context managers
+    yield Change(f"a hook of {path}", lambda: module.register_forward_hook(lambda module, args, value: 2 * value))
+    yield Change(f"a pre-hook of {path}", lambda: module.register_forward_pre_hook(lambda module, args: None))
+    yield Change(f"a backward hook of {path}", lambda: module.register_full_backward_hook(lambda *_: None))
     if type(module).forward is not nn.Module.forward:
-        yield Change(f"a forward of {path}", functools.partial(_own_forward, module))
-
-
-@contextmanager
-def _own_forward(module: nn.Module) -> Iterator[None]:
-    before = vars(module).get("forward")
-    module.forward = lambda *args, forward=module.forward, **named: forward(*args, **named)
-    yield
-    del module.forward
-    if before is not None:
-        module.forward = before
-
-
-def _hook(register: Callable[[Any], Any], hook: Any) -> Callable[[], AbstractContextManager[None]]:
-    @contextmanager
-    def made() -> Iterator[None]:
-        handle = register(hook)
-        yield
-        handle.remove()
-
-    return made
+        forward = module.forward
+        other = lambda *args, **named: forward(*args, **named)  # noqa: E731 - no name of a function of its own
+        yield Change(f"a forward of {path}", lambda: patch.object(module, "forward", other))
 
 
 def _of_function(function: Any) -> Iterator[Change]:
-    if isinstance(function, functools.partial):
-        held = {
-            name: (x, functools.partial(function.keywords.__setitem__, name)) for name, x in function.keywords.items()
-        }
+    if isinstance(function, partial):
+        held = {name: (x, partial(function.keywords.__setitem__, name)) for name, x in function.keywords.items()}
     elif isinstance(function, FunctionType):
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        held = {name: (cell.cell_contents, functools.partial(setattr, cell, "cell_contents")) for name, cell in cells}
+        held = {name: (cell.cell_contents, partial(setattr, cell, "cell_contents")) for name, cell in cells}
     else:
-        held = {name: (x, functools.partial(setattr, function, name)) for name, x in vars(function).items()}
+        held = {name: (x, partial(setattr, function, name)) for name, x in vars(function).items()}
     for name, (value, put) in held.items():
         yield from (change._replace(hidden=True) for change in _of_value(name, value, put))
 
 
-def _of_value(name: str, value: Any, put: Put) -> Iterator[Change]:
+def _of_value(name: str, value: Any, put: Put = lambda x: None) -> Iterator[Change]:
+    if isinstance(value, SimpleNamespace | Namespace):
+        value = vars(value)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
     if isinstance(value, bool):
         yield Change(f"not {name}", _put(put, not value, value))
     elif isinstance(value, int | float):
         yield Change(f"{name} grows", _put(put, value + 1 if isinstance(value, int) else 1.1 * value, value))
         yield Change(f"{name} is negated", _put(put, -value, value))
-    elif isinstance(value, Tensor | np.ndarray):
-        yield from _of_tensor(name, torch.as_tensor(value))
-    elif isinstance(value, SimpleNamespace | Namespace):
-        yield from _of_value(name, vars(value), lambda x: None)
-    elif isinstance(value, MutableMapping):
-        for key, x in value.items():
-            yield from _of_value(f"{name}[{key!r}]", x, functools.partial(value.__setitem__, key))
-    elif isinstance(value, MutableSequence):
-        for index, x in enumerate(value):
-            yield from _of_value(f"{name}[{index}]", x, functools.partial(value.__setitem__, index))
-
-
-def _of_tensor(name: str, x: Tensor) -> Iterator[Change]:
-    if x.numel():
-        x = x.detach()
+    elif isinstance(value, Tensor) and value.numel():
+        x = value.detach()
         first = x.clone()
         first.view(-1)[0] += 1
-        negated = ~x if x.dtype == torch.bool else -x
         yield Change(f"{name} grows", _put(x.copy_, 1.1 * x if x.is_floating_point() else x + 1, x.clone()))
-        yield Change(f"{name} is negated", _put(x.copy_, negated, x.clone()))
+        yield Change(f"{name} is negated", _put(x.copy_, ~x if x.dtype == torch.bool else -x, x.clone()))
         yield Change(f"the first number of {name}", _put(x.copy_, first, x.clone()))
+    elif isinstance(value, MutableMapping | MutableSequence):
+        for key, x in [*value.items()] if isinstance(value, MutableMapping) else [*enumerate(value)]:
+            yield from _of_value(f"{name}[{key!r}]", x, partial(value.__setitem__, key))
 
 
 def _attribute(of: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[None]]:
-    return _put(functools.partial(setattr, of, name), value, getattr(of, name))
+    return _put(partial(setattr, of, name), value, getattr(of, name))
 
 
 def _put(put: Put, value: Any, before: Any) -> Callable[[], AbstractContextManager[None]]:

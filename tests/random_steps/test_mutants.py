@@ -50,7 +50,7 @@ HANGS = "one rank refuses, and the others wait"
 MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], str, list[Action], str]] = {
     "local indices among the rows of all ranks": (
         {"contrastive_zoo.wrapper.arguments.Arguments.gathered": without_shift},
-        "MNRL",
+        "MNRL with owners",
         [("set_hook", {"on": True}), *steps()],
         "AssertionError: value: error",
     ),
@@ -58,12 +58,6 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], str, list[Action], str]]
         {"contrastive_zoo.wrapper.step.scale_gradient": lambda x, size: x},
         "SupCon",
         steps(),
-        "AssertionError: gradient of the embeddings: error",
-    ),
-    "the encoder gets one rank's share of its gradient": (
-        {"contrastive_zoo.wrapper.step.scale_gradient": lambda x, size: x},
-        "SupCon",
-        steps(encoder="GradCache"),
         "AssertionError: gradient of the embeddings: error",
     ),
     "a parameter gets one rank's share of its gradient": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,37 +18,32 @@ from contrastive_zoo.loss_base.loss import Inputs, Loss
 Function = Callable[[Tensor], Tensor]
 
 
-class Annealed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+def number(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
 
-    def forward(self) -> Tensor:
+
+class Annealed(nn.Module):
+    """A temperature that counts its calls, in a buffer or in a plain attribute."""
+
+    def __init__(self, *, plain: bool = False) -> None:
+        super().__init__()
+        if plain:
+            self.calls: Any = 0
+        else:
+            self.register_buffer("calls", number(0))
+
+    def forward(self) -> Any:
         self.calls += 1
         return 0.1 + 0.1 * self.calls
 
 
-class Cooling(nn.Module):
-    """A temperature that counts its calls in a plain attribute, and returns a plain number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self) -> float:
-        self.calls += 1
-        return 0.1 + 0.9**self.calls
-
-
 class Held(cz.RowLoss):
-    """A row loss that computes with everything that an attribute can be."""
+    """A row loss that computes with everything that an attribute can be, and knows its rank."""
 
     def __post_init__(self) -> None:
-        self.table = {"b": 1.0, "a": [0.5, torch.tensor(2.0, dtype=torch.float64)]}
-        self.array = np.array([1.0, 2.0])
-        self.options = SimpleNamespace(power=2.0)
-        self.scale = torch.tensor(1.5, dtype=torch.float64)
-        self._private = 0.25
+        self.table = {"b": 1.0, "a": [0.5, number(2)]}
+        self.array, self.options, self.scale = np.array([1.0, 2.0]), SimpleNamespace(power=2.0), number(1.5)
+        self._private, self.rank = 0.25, cz.World.of().rank
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         factor = self.table["b"] + self.table["a"][0] + self.table["a"][1] + float(self.array.sum())
@@ -56,100 +51,46 @@ class Held(cz.RowLoss):
         return factor * (similarity * negative).sum(1), negative.any(1)
 
 
-class Counting(cz.RowLoss):
-    """A row loss that counts in a plain attribute how often it is asked."""
-
-    def __post_init__(self) -> None:
-        self.asked = 0
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        self.asked += 1
-        return self.asked * (similarity * negative).sum(1), negative.any(1)
+def times(factor: float) -> Function:
+    """Hide a number from ranks that read attributes."""
+    return lambda x: factor * x
 
 
-class Plain:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-
-class Slotted:
-    __slots__ = ("factor",)
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-
-def times(x: Tensor, of: Any) -> Tensor:
-    return of.factor * x
-
-
-def times_global(x: Tensor) -> Tensor:
-    return factor * x  # noqa: F821 - in the globals of a copy
-
-
-HOLDERS: dict[str, Callable[[float], Function]] = {
-    "an object with slots": lambda x: functools.partial(times, of=Slotted(x)),
-    "a closure": lambda value: lambda x: value * x,
-    "a global": lambda x: FunctionType(times_global.__code__, {"factor": x}),
-}
-"""Where a number hides from ranks that read attributes."""
-
-
-def of_torch() -> Function:
+def of_a_generator() -> Function:
+    """Return random numbers that ranks cannot synchronise."""
     generator = torch.Generator().manual_seed(0)
     return lambda x: torch.rand(x.shape, generator=generator, dtype=x.dtype)
 
 
-def of_numpy() -> Function:
-    generator = np.random.default_rng(0)
-    return lambda x: torch.from_numpy(generator.random(tuple(x.shape)))
-
-
-def forked(x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return torch.rand_like(x)
-
-
-GENERATORS: dict[str, Callable[[], Function]] = {
-    "torch.Generator": of_torch,
-    "numpy.random.default_rng": of_numpy,
-    "fork_rng": lambda: forked,
-    "torch.rand": lambda: torch.rand_like,
-}
-"""Random numbers that ranks cannot synchronise; of the last that is so where a loss computes its own part."""
-
-
-class HidesInRows(cz.RowLoss):
+class Hides:
     def __post_init__(self) -> None:
-        self.hidden = {name: make(1.0) for name, make in HOLDERS.items()}
-        self.noise: Function = torch.zeros_like
+        self.hidden, self.noise = {"a closure": times(1.0)}, torch.zeros_like
 
+    def changed(self, similarity: Tensor) -> Tensor:
+        similarity = self.hidden["a closure"](similarity)
+        return similarity + self.noise(similarity)
+
+
+class HidesInRows(Hides, cz.RowLoss):
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        for scaled in self.hidden.values():
-            similarity = scaled(similarity)
-        return ((similarity + self.noise(similarity)) * negative).exp().sum(1).log(), negative.any(1)
+        return (self.changed(similarity) * negative).exp().sum(1).log(), negative.any(1)
 
 
-class HidesInCompute(Loss):
+class HidesInCompute(Hides, Loss):
     """Its parameter meets embeddings in the mean over samples, where ``batch.shared`` makes its gradient whole."""
 
     def __post_init__(self) -> None:
-        self.hidden = {name: make(1.0) for name, make in HOLDERS.items()}
-        self.noise: Function = torch.zeros_like
+        super().__post_init__()
         self.weight = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
         self.shares: Literal["yes", "no"] = "yes"
 
-    def inputs(self, embeddings: Tensor, labels: Tensor) -> Inputs:
+    def inputs(this, embeddings: Tensor, labels: Tensor) -> Inputs:  # noqa: N805 - an object has any name
         return Inputs.of({"embeddings": embeddings, "labels": labels})
 
     def compute(self, batch: Batch) -> Tensor:
         weight = batch.shared(self.weight) if self.shares == "yes" else self.weight
         z = batch.rows["embeddings"]
-        similarity = z @ batch.gather_detached(z).detach().T
-        for scaled in self.hidden.values():
-            similarity = scaled(similarity)
-        similarity = similarity + self.noise(similarity)
+        similarity = self.changed(z @ batch.gather_detached(z).detach().T)
         return batch.reduce(similarity.tanh().sum(1) + weight.sum() * z.square().sum(1))
 
 
@@ -163,17 +104,15 @@ class OwnForward(cz.SupCon):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("calls", number(0))
 
     def forward(self, z: Any, labels: Tensor | None = None) -> Tensor:
         self.calls += 1
         return self.calls * super().forward(z - z.mean(0), labels) + super().forward(z, labels)
 
 
-class OwnCall(cz.SupCon):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+class OwnCall(OwnForward):
+    forward = cz.SupCon.forward
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         self.calls += 1
@@ -212,10 +151,10 @@ class Bank(nn.Module):
 
 
 def closure() -> Callable[..., Tensor]:
-    weights, power = {"all": torch.tensor([1.0, 2.0], dtype=torch.float64)}, 2.0
+    weights, power, rank = {"all": torch.tensor([1.0, 2.0], dtype=torch.float64)}, 2.0, cz.World.of().rank
 
     def spread(z: Tensor, labels: Tensor) -> Tensor:
-        distances = (z[:, None] - z[None]).square().sum(2)
+        distances = (z[:, None] - z[None]).square().sum(2) + 0 * rank
         return (weights["all"].sum() * distances**power * (labels[:, None] != labels)).mean()
 
     return spread
@@ -225,9 +164,12 @@ def scaled(z: Tensor, labels: Tensor, scale: float = 1.0, power: Any = 2.0) -> T
     return scale * ((z - z.mean(0)) ** power).sum() + 0 * labels.sum()
 
 
-class Called(Plain):
-    def __call__(self, z: Tensor, labels: Tensor) -> Tensor:
-        return scaled(z, labels, self.factor)
+def centred(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return args[0] - args[0].mean(0), *args[1:]
+
+
+def doubled(module: nn.Module, of_inputs: Sequence[Tensor | None], *_: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else 2 * x for x in of_inputs)
 
 
 def patched() -> cz.SupCon:
@@ -237,68 +179,52 @@ def patched() -> cz.SupCon:
     return loss
 
 
-def hooked(kind: str, hook: Callable[..., Any]) -> cz.SupCon:
+HOOKS: dict[str, Callable[..., Any]] = {
+    "forward_pre": centred,
+    "forward": lambda module, args, value: value * args[0].square().mean(),
+    "full_backward": doubled,
+    "full_backward_pre": doubled,
+}
+
+
+def hooked(kind: str) -> cz.SupCon:
     loss = cz.SupCon()
-    getattr(loss, f"register_{kind}_hook")(hook)
+    getattr(loss, f"register_{kind}_hook")(HOOKS[kind])
     return loss
 
 
-def centred(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return args[0] - args[0].mean(0), *args[1:]
-
-
-def doubled(module: nn.Module, of_inputs: Sequence[Tensor | None], of_outputs: Any) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else 2 * x for x in of_inputs)
-
-
-def cooling() -> cz.WeightedSum:
-    inner = cz.InfoNCE(temperature=Cooling())
-    return cz.WeightedSum([cz.InfoNCE(temperature=Cooling()), cz.Matryoshka(inner, (1, 4))])
+def counting() -> cz.WeightedSum:
+    losses = [cz.InfoNCE(temperature=Annealed(plain=True)) for _ in range(2)]
+    return cz.WeightedSum([losses[0], cz.Matryoshka(losses[1], (1, 4))])
 
 
 LABELLED: dict[str, Callable[[], Any]] = {
-    "SupCon, tensor": lambda: cz.SupCon(temperature=torch.tensor(0.2, dtype=torch.float64)),
+    "SupCon, tensor": lambda: cz.SupCon(temperature=number(0.2)),
     "Held": Held,
     "hides in rows": HidesInRows,
     "hides in compute": HidesInCompute,
     "a parameter after the mean": ScaleAfter,
     "closure": closure,
     "partial": lambda: functools.partial(scaled, scale=2.0, power=torch.tensor(2.0)),
-    "object": lambda: Called(1.0),
-    "a sum of labelled losses": lambda: cz.WeightedSum(
-        [cz.SupCon(temperature=cz.LearnableTemperature()), cz.Triplet()]
-    ),
     "Triplet, learnt": lambda: cz.Triplet(margin=cz.LearnableTemperature(0.2)),
-}
-PAIRED: dict[str, Callable[[], Any]] = {
-    "NTXent, tensor": lambda: cz.NTXent(temperature=torch.tensor(0.2, dtype=torch.float64)),
-    "an empty bank": EmptyBank,
-    "VICReg": cz.VICReg,
 }
 STATEFUL: dict[str, Callable[[], Any]] = {
     "SupCon, annealed": lambda: cz.SupCon(temperature=Annealed()),
-    "SINCERE, annealed": lambda: cz.SINCERE(temperature=Annealed()),
     "NormalizedSoftmax, annealed": lambda: cz.NormalizedSoftmax(5, 4, temperature=Annealed()),
     "Triplet, annealed": lambda: cz.Triplet(margin=Annealed()),
     "WeightedSum, annealed": lambda: cz.WeightedSum([cz.SupCon(temperature=Annealed()), cz.Triplet()]),
-    "a labelled memory": lambda: cz.CrossBatchMemory(cz.SupCon(temperature=cz.LearnableTemperature()), 16, 4),
     "a labelled memory, annealed": lambda: cz.CrossBatchMemory(cz.SupCon(temperature=Annealed()), 16, 4),
-    "a counter": Counting,
     "a bank": Bank,
     "a forward of its own": OwnForward,
     "a call of its own": OwnCall,
     "a patched forward": patched,
-    "a pre-hook": lambda: hooked("forward_pre", centred),
-    "a hook": lambda: hooked("forward", lambda module, args, value: value * args[0].square().mean()),
-    "a backward hook": lambda: hooked("full_backward", doubled),
-    "a backward pre-hook": lambda: hooked("full_backward_pre", lambda module, gradients: (2 * gradients[0],)),
+    **{f"{kind} hook": functools.partial(hooked, kind) for kind in HOOKS},
     "a forward of its own in a sum": lambda: cz.WeightedSum([OwnForward(), cz.Triplet()]),
 }
 """Labelled losses of user code that moves a state, or sees the embeddings."""
 STATEFUL_PAIRS: dict[str, Callable[[], Any]] = {
-    "DCL, annealed": lambda: cz.DCL(temperature=Annealed()),
     "NTXent, annealed": lambda: cz.NTXent(temperature=Annealed()),
     "MNRL, annealed": lambda: cz.MNRL(temperature=Annealed()),
     "Clip, annealed": lambda: cz.Clip(temperature=Annealed()),
-    "a sum, cooling": cooling,
+    "a sum, counting": counting,
 }
