@@ -211,42 +211,12 @@ def compared(put: Put) -> Any:
     return values, cz.metrics.paired_bootstrap(put(values), values / 2, resamples=20)
 
 
-class Embed(nn.Module):
-    """An encoder of numbers instead of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": self.linear(features["x"])}
-
-
-def sentences(put: Put) -> Any:
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import losses as of_sentences
-
-    from contrastive_zoo.adapters.sentence_transformers import DistributedSentenceLoss
-
-    torch.manual_seed(0)
-    (a, labels), (b, _), found = samples(), samples(seed=1), []
-    model = SentenceTransformer(modules=[Embed()], device="cpu")
-    for make, targets in (
-        (of_sentences.MultipleNegativesRankingLoss, None),
-        (of_sentences.CosineSimilarityLoss, labels),
-    ):
-        loss = DistributedSentenceLoss(put(make(model)))
-        value = loss([{"x": put(a)}, {"x": put(b)}], targets if targets is None else put(targets.float()))
-        found.append((value, torch.autograd.grad(value, list(loss.model.parameters()))))
-    return found
-
-
 ENTRIES: dict[str, Callable[[Put], Any]] = {
     entry.__name__: entry
     for entry in (
         searched, compared, collected, judged, mined, mined_by_pml, monitored, remembered, compared_with_memory, momentum,
         cached, messages, messages_of_one_rank, in_a_ring, third_party, labelled_on_rank_0, padded,
-        remembered_by_losses, sampled, sentences,
+        remembered_by_losses, sampled,
     )
 }  # fmt: skip
 """What it returns is the same on a CPU and on a device, on one process and on several ranks."""
