@@ -99,7 +99,7 @@ def pools(worlds: Any) -> Iterator[Any]:
     from contrastive_zoo.testing.worlds import Worlds
     from tests.helpers import Pools
 
-    with Worlds(threads=True) as threads:
+    with Worlds(timeout=300.0, threads=True) as threads:
         yield Pools(threads, worlds)
 
 
