@@ -19,9 +19,8 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import softmax
 from contrastive_zoo.engine.exchange import SendReceive
 from contrastive_zoo.ranks import messages, randomness
-from contrastive_zoo.ranks.adjoints import reduced_to
 from contrastive_zoo.ranks.messages import CommunicationError, _note
-from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
+from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows, reduced_everywhere
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests import faults
@@ -203,7 +202,7 @@ def left_waiting() -> list[str | None]:
     found = []
     for wait in (
         lambda world: broadcast_in_place(torch.ones(1), 1, world),
-        lambda world: reduced_to(torch.ones(1), 0, "sum", world),
+        lambda world: reduced_everywhere(torch.ones(1), "sum", world),
         lambda world: exchange_rows(torch.ones(2, 1), [1, 1], [1, 1], world),
     ):
         world = cz.World.of(dist.new_group([0, 1]))
@@ -218,7 +217,7 @@ def left_waiting() -> list[str | None]:
 def test_no_message_waits_for_a_rank_that_has_failed(worlds: Worlds) -> None:
     """The group's own time-out is half an hour."""
     found, _ = worlds.run(2, left_waiting)
-    for text, message in zip(found, ("a broadcast", "a reduction to one rank", "an exchange of rows"), strict=True):
+    for text, message in zip(found, ("a broadcast", "an all-reduce", "an exchange of rows"), strict=True):
         assert text == (
             f"rank 0 waited in {message} for a rank that has failed. Rank 1 failed: KeyError: 'a column is missing'."
         )

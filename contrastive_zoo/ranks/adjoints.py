@@ -2,25 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compiling import Function
 from contrastive_zoo.ranks.devices import DIFFERENTIABLE, on_cpu
 from contrastive_zoo.ranks.transport import (
-    OPS,
-    Reduction,
+    SumOrMean,
     as_bytes,
     broadcast_in_place,
-    exchange_rows,
     from_bytes,
     gather_rows,
     reduce_scatter_rows,
-    reduced,
     reduced_everywhere,
     unpacked,
 )
@@ -47,35 +42,24 @@ def _linear(x: Tensor, run: Map, adjoint: Map, world: World) -> Tensor:
     return x if world.size == 1 else _Linear.apply(x, run, adjoint, world)
 
 
-def all_reduced(x: Tensor, op: Reduction, gradient: Gradient, world: World) -> Tensor:
+def all_reduced(x: Tensor, op: SumOrMean, gradient: Gradient, world: World) -> Tensor:
     """y_r = Σ_s x_s on every rank r;  dx_s = Σ_r dy_r, or dy_s if every rank holds the same complete dy."""
 
     def adjoint(dy: Tensor) -> Tensor:
         dy = all_reduced(dy, "sum", "partial", world) if gradient == "partial" else replicated(dy, world)
-        return _to_sources(dy, op, shares, world)
+        return dy if op == "sum" else dy / world.size
 
-    y = _linear(x, lambda x: reduced_everywhere(x, op, world), adjoint, world)
-    shares = extreme_shares(x, y, world) if op in ("max", "min") else None
-    return y
+    return _linear(x, lambda x: reduced_everywhere(x, op, world), adjoint, world)
 
 
-def reduced_to(x: Tensor, dst: int, op: Reduction, world: World) -> Tensor:
+def _summed_at(x: Tensor, dst: int, world: World) -> Tensor:
     """y_dst = Σ_s x_s, zero elsewhere;  dx_s = dy_dst."""
 
-    def start(wide: Tensor) -> None:
-        begin = partial(dist.reduce, wide, op=OPS[op], group=world.group, group_dst=dst, async_op=wide.is_cpu)
-        world.start("a reduction to one rank", begin, polled=wide.is_cpu)()
-
     def run(x: Tensor) -> Tensor:
-        y = reduced(x, op, world, start)
-        return y if world.rank == dst else torch.zeros_like(y)  # torch leaves a partial sum in it
+        y = reduced_everywhere(x.detach(), "sum", world)
+        return y if world.rank == dst else torch.zeros_like(y)
 
-    def adjoint(dy: Tensor) -> Tensor:
-        return _to_sources(broadcasted(dy, dst, world), op, shares, world)
-
-    y = _linear(x, run, adjoint, world)
-    shares = extreme_shares(x, broadcasted(y.detach(), dst, world), world) if op in ("max", "min") else None
-    return y
+    return _linear(x, run, lambda dy: broadcasted(dy, dst, world), world)
 
 
 def broadcasted(x: Tensor, src: int, world: World) -> Tensor:
@@ -87,7 +71,7 @@ def broadcasted(x: Tensor, src: int, world: World) -> Tensor:
         broadcast_in_place(y, src, world)
         return from_bytes(y, one).reshape(x.shape)
 
-    return _linear(x, run, lambda dy: reduced_to(dy, src, "sum", world), world)
+    return _linear(x, run, lambda dy: _summed_at(dy, src, world), world)
 
 
 def all_gathered(rows: Tensor, shards: Shards, gradient: Gradient, world: World) -> Tensor:
@@ -111,44 +95,9 @@ def reduce_scattered(rows: Tensor, shards: Shards, world: World, over: int = 1) 
     return _linear(rows, lambda x: reduce_scatter_rows(x.detach(), shards, world, over=over), adjoint, world)
 
 
-def gathered_to(rows: Tensor, dst: int, shards: Shards, world: World) -> Tensor:
-    """Y_dst = [x_0; …; x_{W−1}], no rows elsewhere;  dx_s = slice s of dY_dst."""
-    send = [shards.size if rank == dst else 0 for rank in range(world.size)]
-    receive = shards.sizes if world.rank == dst else [0] * world.size
-    run = partial(exchange_rows, send=send, receive=receive, world=world)
-    return _linear(rows, run, lambda dy: scattered(dy, dst, shards, world), world)
-
-
-def scattered(rows: Tensor, src: int, shards: Shards, world: World) -> Tensor:
-    """y_r = slice r of X_src;  dX_src = [dy_0; …; dy_{W−1}], zero elsewhere."""
-    send = shards.sizes if world.rank == src else [0] * world.size
-    receive = [shards.size if rank == src else 0 for rank in range(world.size)]
-    count = len(rows)
-
-    def adjoint(dy: Tensor) -> Tensor:
-        dx = gathered_to(dy, src, shards, world)
-        # rows of other ranks than src only declare the width
-        return dx if world.rank == src else torch.cat([dx, dx.new_zeros(count, *dx.shape[1:])])
-
-    return _linear(rows, lambda x: exchange_rows(x.detach()[: sum(send)], send, receive, world), adjoint, world)
-
-
 def replicated(x: Tensor, world: World) -> Tensor:
     """y_r = x, the same on every rank;  dx = Σ_r dy_r on every rank."""
     return _linear(x, lambda x: x.view_as(x), lambda dy: all_reduced(dy, "sum", "complete", world), world)
-
-
-def extreme_shares(x: Tensor, extreme: Tensor, world: World) -> Tensor:
-    """Return this rank's share in an elementwise extreme: 1 if it alone holds it, 1/k if k ranks tie, 0 otherwise."""
-    holds = (x.detach() == extreme.detach()).to(x.dtype if x.is_floating_point() else torch.float32)
-    return holds / reduced_everywhere(holds, "sum", world)
-
-
-def _to_sources(dy: Tensor, op: Reduction, shares: Tensor | None, world: World) -> Tensor:
-    """Return this rank's part of the gradient: divided for a mean, multiplied by its share for an extreme."""
-    if op == "mean":
-        return dy / world.size
-    return dy if shares is None else dy * shares
 
 
 class _Gathered(Function):

@@ -6,10 +6,7 @@ runs the backward pass through its result, in the same order. A message of eithe
 another rank failed, died or is late.
 """
 
-from collections.abc import Sequence
-from typing import Literal
-
-import torch  # noqa: F401 - the examples use it
+import torch
 from torch import Tensor
 
 from contrastive_zoo.ranks import adjoints
@@ -17,10 +14,10 @@ from contrastive_zoo.ranks.adjoints import Gradient
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
-from contrastive_zoo.ranks.transport import Reduction
+from contrastive_zoo.ranks.transport import SumOrMean
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "reduce_scatter", "replicated", "scatter"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter", "replicated"]
 
 NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
 
@@ -29,11 +26,11 @@ def _agree(
     name: str, x: Tensor, world: World, *, by_row: bool = False, problem: str | None = None, **settings: object
 ) -> Shards:
     """Check that shape, of a row if ``by_row``, dtype and settings are valid and equal; return how many rows ranks hold."""
-    problem = word_problem("op", settings.get("op", "sum"), Reduction) or problem
+    problem = word_problem("op", settings.get("op", "sum"), SumOrMean) or problem
     problem = word_problem("gradient", settings.get("gradient", "partial"), Gradient) or problem
-    root = settings.get("src", settings.get("dst", 0))
-    if not (isinstance(root, int) and 0 <= root < world.size):
-        problem = f"rank {described(root)} is not one of the group's ranks 0 … {world.size - 1}."
+    source = settings.get("src", 0)
+    if not (isinstance(source, int) and 0 <= source < world.size):
+        problem = f"rank {described(source)} is not one of the group's ranks 0 … {world.size - 1}."
     if by_row and isinstance(x, Tensor) and x.ndim == 0:
         problem = NO_ROWS
     # 8-bit floats, with which no loss computes, can be sent
@@ -44,11 +41,6 @@ def _agree(
     return agree_on_shards(name, rows, world=unchecked, problem=problem, settings=settings)[0]
 
 
-def _count(rows: object) -> int:
-    """The number of rows of a tensor; 0 of what has none."""
-    return len(rows) if isinstance(rows, Tensor) and rows.ndim else 0
-
-
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
     """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake."""
     return adjoints.all_reduced(x, "sum", gradient, world)
@@ -56,15 +48,15 @@ def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
 
 @uncompiled
 def all_reduce(
-    x: Tensor, op: Reduction = "sum", *, gradient: Gradient = "partial", process_group: Processes = None
+    x: Tensor, op: SumOrMean = "sum", *, gradient: Gradient = "partial", process_group: Processes = None
 ) -> Tensor:
-    """Reduce x elementwise over all ranks; every rank gets the result.
+    """Return the sum or mean of all ranks' x, on every rank.
 
-    Type: P → R, and P → I with ``gradient="complete"``; V for P if ``op`` is ``"max"`` or ``"min"``.
+    Type: P → R, and P → I with ``gradient="complete"``.
 
     Args:
         x: the same shape and dtype on every rank. 16-bit numbers are summed in 32 bits.
-        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; equal extremes share the gradient equally.
+        op: ``"sum"`` or ``"mean"``. For an extreme gather x, and take its ``amax(0)``.
         gradient: ``"partial"`` if each rank computes its own part of L from the result (gradients are summed),
             ``"complete"`` if every rank computes the same L from it (they are not).
         process_group: the ranks; None is the default group at the time of the call.
@@ -81,32 +73,7 @@ def all_reduce(
     return adjoints.all_reduced(_averageable(x, op), op, gradient, world)
 
 
-@uncompiled
-def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
-    """Reduce x elementwise over all ranks to rank ``dst``; the other ranks get zeros.
-
-    Type: P → V. The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on
-    ``dst``, and ``result.sum()``, which is zero, on the other ranks. The gradients of those zeros are not read.
-
-    Args:
-        x: the same shape and dtype on every rank.
-        dst: rank within the group.
-        op: as for :func:`all_reduce`.
-        process_group: the ranks.
-
-    Raises:
-        ValueError: unknown ``op``, a ``dst`` outside the group, or ranks that disagree on shape or dtype.
-
-    Examples:
-        >>> reduce(torch.tensor([1.0, 2.0]), op="mean")
-        tensor([1., 2.])
-    """
-    world = World.of(process_group, "reduce")
-    _agree("reduce", x, world, op=op, dst=dst)
-    return adjoints.reduced_to(_averageable(x, op), dst, op, world)
-
-
-def _averageable(x: Tensor, op: Reduction) -> Tensor:
+def _averageable(x: Tensor, op: SumOrMean) -> Tensor:
     """Return x; integers and booleans as floating-point numbers if ``op`` is the mean."""
     return x / 1 if op == "mean" and not x.is_floating_point() else x
 
@@ -165,7 +132,7 @@ def all_gather(
 
 @uncompiled
 def reduce_scatter(
-    rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
+    rows: Tensor, *, shards: Shards | None = None, op: SumOrMean = "sum", process_group: Processes = None
 ) -> Tensor:
     """Return this rank's slice, [n, …], of the sum of all ranks' [N, …].
 
@@ -185,75 +152,14 @@ def reduce_scatter(
         [[1.0], [1.0]]
     """
     world = World.of(process_group, "reduce_scatter")
-    total = _count(rows)
+    total = len(rows) if isinstance(rows, Tensor) and rows.ndim else 0
     if shards is None:
-        shards = Shards(_even(total, world.size), world.rank)
-    problem = word_problem("op", op, Literal["sum", "mean"])
-    if problem is None and shards.total != total:
+        shards = Shards(tuple(len(x) for x in torch.arange(total).tensor_split(world.size)), world.rank)
+    problem = NO_ROWS if isinstance(rows, Tensor) and rows.ndim == 0 else None
+    if shards.total != total:
         problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
-    if isinstance(rows, Tensor) and rows.ndim == 0:
-        problem = NO_ROWS
     _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
     return adjoints.reduce_scattered(_averageable(rows, op), shards, world, world.size if op == "mean" else 1)
-
-
-@uncompiled
-def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
-    """Return all ranks' rows in rank order on rank ``dst``, and [0, …] elsewhere. The adjoint is a scatter from ``dst``.
-
-    Type: V → V. Every rank must run backward through its result; on the other ranks through ``result.sum()``, which is zero.
-
-    Args:
-        rows: [n, …], same trailing shape and dtype on every rank; n may differ.
-        dst: rank within the group.
-        process_group: the ranks.
-
-    Raises:
-        ValueError: a ``dst`` outside the group, or ranks that disagree on trailing shape or dtype.
-
-    Examples:
-        >>> gather(torch.tensor([1, 2]))
-        tensor([1, 2])
-    """
-    world = World.of(process_group, "gather")
-    return adjoints.gathered_to(rows, dst, _agree("gather", rows, world, by_row=True, dst=dst), world)
-
-
-@uncompiled
-def scatter(
-    rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
-) -> Tensor:
-    """Split rank ``src``'s rows over the ranks, the first ``sizes[0]`` to rank 0 and so on, and return [sizes[rank], …].
-
-    Type: V → V. The adjoint is a gather.
-
-    Args:
-        rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, also 0, of the same trailing shape and dtype.
-        sizes: one number per rank, read on ``src``; None splits the rows as evenly as ``torch.tensor_split``.
-        src: rank within the group.
-        process_group: the ranks.
-
-    Raises:
-        ValueError: a ``src`` outside the group, sizes that do not fit, or ranks that disagree on shape or dtype.
-
-    Examples:
-        >>> scatter(torch.tensor([1, 2, 3])).tolist()
-        [1, 2, 3]
-    """
-    world = World.of(process_group, "scatter")
-    total, problem = _count(rows), None
-    wanted = list(_even(total, world.size))
-    if isinstance(sizes, (list, tuple)) and all(isinstance(x, int) for x in sizes):
-        wanted = list(sizes)
-    elif sizes is not None:
-        problem = f"sizes are {world.size} integers, one per rank, got {described(sizes)}."
-    is_source = isinstance(src, int) and world.rank == src  # any other src is refused below
-    if is_source and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0):
-        problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {wanted}."
-    _agree("scatter", rows, world, by_row=True, problem=problem, src=src)
-    padded = (wanted + [0] * world.size)[: world.size]
-    shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
-    return adjoints.scattered(rows, src, shards, world)
 
 
 @uncompiled
@@ -278,8 +184,3 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     if problem := tensor_problem("x", x):
         raise ValueError(f"replicated: {problem}")
     return adjoints.replicated(x, world)
-
-
-def _even(total: int, parts: int) -> tuple[int, ...]:
-    """Return the sizes into which ``torch.tensor_split`` splits."""
-    return tuple(total // parts + (rank < total % parts) for rank in range(parts))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from contrastive_zoo.ranks.compat import reduce_scatter_single
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.world import Shards, World
 
+SumOrMean = Literal["sum", "mean"]
 Reduction = Literal["sum", "mean", "max", "min"]
 
 OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -110,30 +111,24 @@ def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
         x.copy_(sent)
 
 
-def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
-    """Return a copy of x that ``run`` has reduced in place; 16-bit numbers are reduced in 32 bits. A mean has floats."""
+def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
+    """Return the all-reduced x, without gradient; 16-bit numbers are reduced in 32 bits, and a mean has floats.
+
+    A small one is summed in rank order, to the same bits on every rank.
+    """
+    if world.size == 1:
+        return x
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     wide = sendable(x.detach(), world).to(dtype, copy=True).contiguous()
-    run(wide)
+    if world.sends_directly(wide) and not world.on_accelerators:
+        across = {"max": torch.amax, "min": torch.amin}.get(op, torch.sum)
+        wide.copy_(across(world.start_gather(wide, "an all-reduce")(), 0))
+    else:
+        begin = functools.partial(dist.all_reduce, wide, OPS[op], world.group, async_op=wide.is_cpu)
+        world.start("an all-reduce", begin, polled=wide.is_cpu)()
     if op == "mean":
         wide = wide / world.size
     return wide.to(x.device, x.dtype)
-
-
-def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
-    """Return the all-reduced x, without gradient; a small one is summed in rank order, to the same bits on every rank."""
-    if world.size == 1:
-        return x
-
-    def run(y: Tensor) -> None:
-        if world.sends_directly(y) and not world.on_accelerators:
-            across = {"max": torch.amax, "min": torch.amin}.get(op, torch.sum)
-            y.copy_(across(world.start_gather(y, "an all-reduce")(), 0))
-        else:
-            begin = functools.partial(dist.all_reduce, y, OPS[op], world.group, async_op=y.is_cpu)
-            world.start("an all-reduce", begin, polled=y.is_cpu)()
-
-    return reduced(x, op, world, run)
 
 
 def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:

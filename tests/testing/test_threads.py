@@ -89,7 +89,7 @@ def messages() -> list[list[float]]:
     x = of_rank.clone()
     dist.broadcast(x, 2)
     found = [x]
-    found += [cz.collectives.gather(of_rank, dst=1), cz.collectives.scatter(of_rank, [0, 1, 1], src=2)]
+    found += [cz.collectives.broadcast(of_rank, 1)]
     found += [cz.collectives.all_gather(of_rank[:rank]), cz.collectives.reduce_scatter(of_rank.repeat(3, 1))]
     for x in (torch.ones(1), torch.full((1,), float(rank))):
         dist.reduce(x, 0)

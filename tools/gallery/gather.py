@@ -125,7 +125,9 @@ def local_parameters() -> ShardedAnchors:
     return ShardedAnchors(all_gather, replicate=partial(scale_gradient, world_size()))
 
 
-recipe("wrong adjoint", mistake="wrong direction")(partial(ShardedAnchors, gather_layer(partial(all_reduce, op="max"))))
+recipe("wrong adjoint", mistake="wrong direction")(
+    partial(ShardedAnchors, gather_layer(lambda dy: all_gather(dy[None]).amax(0)))
+)
 recipe("local parameters", mistake="local parameters")(local_parameters)
 recipe("detached candidates", mistake="detached candidates")(partial(_Local, overwritten_slice))
 recipe("local loss", mistake="local loss")(partial(_Local, all_gather))
