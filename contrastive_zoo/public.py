@@ -20,4 +20,3 @@ from contrastive_zoo.wrapper.averaging import parameter_groups as parameter_grou
 from contrastive_zoo.wrapper.distributed import DistributedLoss as DistributedLoss
 from contrastive_zoo.wrapper.explain import explain as explain
 from contrastive_zoo.wrapper.grad_cache import GradCache as GradCache
-from contrastive_zoo.wrapper.grad_cache import cached_step as cached_step

@@ -107,7 +107,8 @@ def cached(put: Put) -> Any:
     torch.manual_seed(0)
     x, labels = samples()
     encoder, loss = put(nn.Linear(4, 3)), cz.DistributedLoss(put(cz.SupCon()))
-    value = cz.cached_step(encoder, put(x).split(3), loss, labels)
+    value = loss(cz.GradCache(encoder, 3)(put(x)), labels)
+    value.backward()
     cz.average_gradients(encoder)
     return value, encoder.weight.grad
 
@@ -120,7 +121,7 @@ def messages(put: Put) -> Any:
     total = (
         cz.collectives.all_reduce(gathered.sum(0))
         + cz.collectives.broadcast(x[:1].sum(0))
-        + cz.collectives.all_reduce(x.sum(0), "max")
+        + cz.collectives.all_reduce(x.sum(0), "mean")
     )
     (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
     collated = cz.data.CollateEmptyBatches({"x": put(torch.ones(2)), "y": 5})([])
@@ -142,12 +143,11 @@ def mined_by_pml(put: Put) -> Any:
 
 def messages_of_one_rank(put: Put) -> Any:
     x = put(samples()[0]).requires_grad_()
-    gathered = cz.collectives.gather(x)
-    parts = cz.collectives.scatter(gathered if len(gathered) else x[:0])
-    total = cz.collectives.reduce(x.sum(0), op="mean")
+    parts = cz.collectives.reduce_scatter(x)
+    total = cz.collectives.broadcast(x.sum(0))
     shared = cz.collectives.replicated(x.mean().detach().requires_grad_())
-    (gradient,) = torch.autograd.grad(gathered.square().sum() + parts.sum() + total.sum(), x)
-    return gathered, parts, total, gradient, shared, cz.engine.global_sample_ids(len(x), views=2)
+    (gradient,) = torch.autograd.grad(parts.square().sum() + total.sum(), x)
+    return parts, total, gradient, shared, cz.engine.global_sample_ids(len(x), views=2)
 
 
 def in_a_ring(put: Put) -> Any:

@@ -52,15 +52,12 @@ def test_several_towers_several_outputs_and_two_views() -> None:
     x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
 
-    def towers(model: Any) -> None:
-        cz.cached_step((model.left, model.right), (x.split(3), [{"input": part} for part in y.split(2)]), loss_fn)
-
     def views(model: Any) -> None:
         encode = cz.GradCache(model, 2)
         loss_fn(encode(x), encode(y)).backward()
 
     for make, *steps in (
-        (TwoTowers, lambda model: loss_fn(*model(x, y)).backward(), towers,
+        (TwoTowers, lambda model: loss_fn(*model(x, y)).backward(),
          lambda model: loss_fn(*cz.GradCache(model, 2)(x, y=y)).backward()),
         (mlp, lambda model: loss_fn(model(x), model(y)).backward(), views),
     ):  # fmt: skip
@@ -176,7 +173,7 @@ def test_dropout_is_another_one_without_the_states_of_the_first_pass() -> None:
         model = mlp(nn.Dropout(0.5))
         torch.manual_seed(5)
         with patch.object(chunked_encoder, "set_random_states", states):
-            cz.cached_step(model, numbers(8, IN, seed=0).split(3), lambda z: z.exp().mean())
+            cz.GradCache(model, 3)(numbers(8, IN, seed=0)).exp().mean().backward()
         found.append(gradients(model))
     assert max(map(distance, *found)) > 1e-3
 
@@ -195,8 +192,6 @@ def trained_with_buffers(kind: str, cached: bool) -> tuple[Gradients, Gradients]
         optimizer.zero_grad()
         if not cached:
             loss_fn(torch.cat([wrapped(chunk) for chunk in x.split(size)]), y).backward()
-        elif step % 2:
-            cz.cached_step(wrapped, x.split(size), loss_fn, y)
         else:
             loss_fn(cz.GradCache(wrapped, size)(x), y).backward()
         optimizer.step()
@@ -224,7 +219,6 @@ def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
         "plain": lambda model, scaler: scaler.scale(
             loss_fn(torch.cat([model(part) for part in x.split(3)]))
         ).backward(),
-        "cached_step": lambda model, scaler: cz.cached_step(model, x.split(3), loss_fn, scaler=scaler),
         "GradCache": lambda model, scaler: scaler.scale(loss_fn(cz.GradCache(model, 3)(x))).backward(),
     }.items():
         model, scaler = mlp().float(), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -327,22 +321,16 @@ BAD: dict[str, Callable[[], Any]] = {
     f"{EMBEDDINGS}float32 []": of_rank_1(lambda z: {"z": z, "loss": z.sum()}),
     f"{EMBEDDINGS}nested float32": of_rank_1(lambda z: torch.nested.nested_tensor([*z], layout=torch.jagged)),
     f"{EMBEDDINGS}no output": of_rank_1(lambda z: ()),
-    f"{EMBEDDINGS[8:]}float32 [].": lambda: cz.cached_step(Answering(torch.sum), [torch.ones(5, IN)], torch.sum),
+    f"{EMBEDDINGS[8:]}float32 [].": lambda: cz.GradCache(Answering(torch.sum), 5)(torch.ones(5, IN)),
     UNTRAINED: lambda: trained(torch.detach),
     f"{UNTRAINED}, or": lambda: trained(without_gradient, DistributedDataParallel),
     "rank 1: each input must be a dense tensor, got nested float32 [5, …]": lambda: cz.GradCache(Answering(), 2)(
         torch.nested.nested_tensor([*torch.ones(5, IN)], layout=torch.jagged) if dist.get_rank() else torch.ones(5, IN)
     ),
     "a rank without samples has other arguments": lambda: cz.GradCache(mlp(), 2)(*other_arguments()),
-    "the global batch is empty": lambda: cz.cached_step(mlp(), [], torch.sum),
-    "Pass an empty chunk there": lambda: cz.cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
-    "chunks carry a gradient": lambda: cz.cached_step(
-        mlp(), [numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)], torch.sum
+    "inputs carry a gradient": lambda: cz.GradCache(mlp(), 2)(
+        numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)
     ),
-    "a model is a torch.nn.Module, got function": lambda: cz.cached_step(
-        torch.sum if dist.get_rank() == 9 else (lambda x: x), [numbers(2, IN, seed=0)], torch.sum
-    ),
-    "got 2 models and 1 sequences": lambda: cz.cached_step((mlp(), mlp()), [[numbers(2, IN, seed=0)]], torch.sum),
     "tensors have one number of rows, got [2, 3]": lambda: cz.GradCache(TwoTowers(), 2)(*_odd()),
     "got no tensor": lambda: cz.GradCache(mlp(), 2)(),
     "integers or bools [n, tokens], got None": lambda: cz.GradCache(Reader(), chunk_tokens=9)(texts()[0]),
@@ -357,7 +345,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_refused_on_every_rank(words: str, worlds: Worlds) -> None:
-    assert refused(worlds, 2, BAD[words], words).startswith(("cached_step: ", "GradCache: "))
+    assert refused(worlds, 2, BAD[words], words).startswith("GradCache: ")
 
 
 def test_an_encoder_of_several_rows_a_text_takes_no_chunks_of_tokens() -> None:

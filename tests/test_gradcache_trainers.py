@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.worlds import RankError, Worlds
-from contrastive_zoo.wrapper.chunked_encoder import ChunkedEncoder
+from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, distance, drawn, local_shard, numbers, refused, split
 from tests.test_operators import Operators
 from tools.pages import ROOT
@@ -212,33 +211,6 @@ class ByHand(Trainer):
         cz.average_gradients(self.step.encoders)
 
 
-class CachedStep(DDPInside):
-    """Both passes and the loss between them by one call; a rank may have no chunk."""
-
-    def backward(self, inputs: list[Tensor], share: float) -> None:
-        towers = [x.model for x in self.step.encoders]
-        parts = [torch.cat(inputs)] if len(towers) == 1 else [inputs[0], torch.cat(inputs[1:])]
-        size = self.step.encoders[0].chunk_size
-        chunks = [x.split(size) if len(x) else [] for x in parts]
-
-        def loss(*z: Tensor) -> Tensor:
-            return share * self.step.loss_fn(*(z[0].chunk(3) if len(z) == 1 else (z[0], *z[1].chunk(2))))
-
-        cz.cached_step(towers, chunks, loss)
-
-
-class CachedByHand(CachedStep, ByHand):
-    __init__ = ByHand.__init__
-
-
-class SharedTower(CachedStep):
-    """Both towers are one module."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.step.encoders.append(self.step.encoders[0])
-
-
 class FSDP(Trainer):
     def __init__(self, options: Options) -> None:
         encoders = options.encoders()
@@ -286,13 +258,11 @@ def train(trainer: type[Trainer], options: Options, shards: Sequence[int]) -> li
     return [whole(x) for x in training.step.parameters()]
 
 
-TRAINERS: list[type[Trainer]] = [Trainer, DDPInside, ByHand, CachedStep, CachedByHand, FSDP, HSDP]
+TRAINERS: list[type[Trainer]] = [Trainer, DDPInside, ByHand, FSDP, HSDP]
 SHARDS = {"plain": (0, 5), "adapters": (2, 0, 5), "two towers": (5, 0)}
 
 
-@pytest.mark.parametrize(
-    ("trainer", "options"), [*drawn(TRAINERS, OPTIONS, one_in=3), (SharedTower, "plain"), (SharedTower, "adapters")]
-)
+@pytest.mark.parametrize(("trainer", "options"), drawn(TRAINERS, OPTIONS, one_in=3))
 def test_a_training_ends_as_on_one_process(trainer: type[Trainer], options: str, worlds: Worlds) -> None:
     if "peft" in options:
         needed("peft", "test")
@@ -313,10 +283,9 @@ def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:
     return Counter(x for x in found.names if "reduce" in x)
 
 
-@pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP, SharedTower])
-def test_gradients_are_reduced_as_often_as_with_one_chunk_and_one_tower(trainer: type[Trainer], worlds: Worlds) -> None:
-    once = worlds.run(2, reductions, CachedStep if trainer is SharedTower else trainer, 1)
-    often = worlds.run(2, reductions, trainer, 4)
+@pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP])
+def test_gradients_are_reduced_as_often_as_with_one_chunk(trainer: type[Trainer], worlds: Worlds) -> None:
+    once, often = (worlds.run(2, reductions, trainer, chunks) for chunks in (1, 4))
     assert sum(once[0].values()) > 0
     assert often == once
 
@@ -339,7 +308,15 @@ def around_fsdp() -> Tensor:
     return step(*batch(0, 0, 4))
 
 
+def partitioned() -> nn.Module:
+    """As ZeRO 3 leaves a model."""
+    model = nn.Linear(IN, OUT)
+    model.weight.ds_id = 0
+    return model
+
+
 REFUSED: dict[str, Callable[[], Tensor]] = {
+    "Use stage 1 or 2": lambda: cz.GradCache(partitioned(), CHUNK)(torch.ones(4, IN)),
     "Call fully_shard on the encoder": around_fsdp,
     "Engine owns the backward pass": lambda: cz.GradCache(Engine(IN, OUT), CHUNK)(torch.ones(4, IN)),
 }
@@ -368,8 +345,7 @@ def deepspeed_engine(step: nn.Module, stage: int, accumulate: int = 1) -> Iterat
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulate,
             "gradient_clipping": 0.0,
-            # parameters of any size are partitioned
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
         }
         yield deepspeed.initialize(model=step, optimizer=optimizer_of(step), config=config)[0]
@@ -389,70 +365,16 @@ def train_with_zero(stage: int, options: Options) -> tuple[list[Tensor], list[in
                     engine.backward(loss)
                 messages.append(sum("reduce" in x for x in found.names))
                 engine.step()
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([*step.parameters()], enabled=stage == 3):
-            return [x.detach().clone() for x in step.parameters()], messages
+        return [x.detach().clone() for x in step.parameters()], messages
 
 
-@pytest.mark.parametrize(("stage", "options"), drawn([1, 2, 3], [x for x in OPTIONS if "peft" not in x], one_in=2))
+@pytest.mark.parametrize(("stage", "options"), drawn([1, 2], [x for x in OPTIONS if "peft" not in x], one_in=2))
 def test_a_training_with_zero_ends_as_on_one_process(stage: int, options: str, worlds: Worlds) -> None:
     needed("deepspeed", "test-trainers")
     expected = on_one_process(OPTIONS[options], ZERO_SHARDS)
     accumulate = OPTIONS[options].accumulate
-    # stages 2 and 3 hold no gradients of all parameters between batches, so they reduce those of each batch
+    # stage 2 holds no gradients of all parameters between batches, so it reduces those of each batch
     of_step = [int(stage > 1)] * (accumulate - 1) + [1]
     for found, messages in worlds.run(2, train_with_zero, stage, OPTIONS[options]):
         assert max(distance(x, y) for x, y in zip(found, expected, strict=True)) < 1e-6
         assert messages == of_step * STEPS
-
-
-def test_zero_3_needs_gradients_that_are_held(worlds: Worlds) -> None:
-    needed("deepspeed", "test-trainers")
-
-    def job() -> None:
-        with mock.patch.object(ChunkedEncoder, "_held", return_value=nullcontext()):
-            train_with_zero(3, Options())
-
-    with pytest.raises(RankError, match=r"params_in_bucket[\s\S]*AssertionError"):  # one parameter, several gradients
-        worlds.run(2, job)
-
-
-class Encoded(nn.Module):
-    def __init__(self, encoder: nn.Module, calls: int) -> None:
-        super().__init__()
-        self.encoder, self.calls = cz.GradCache(encoder, CHUNK), calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(self.encoder(x) for _ in range(self.calls)).square().sum()
-
-
-class PerChunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(IN, OUT) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x) + (self.layers[1](x) if len(x) == CHUNK else 0)
-
-
-def refusal_of_zero_3(step: nn.Module) -> str:
-    with deepspeed_engine(step, stage=3) as engine:
-        try:
-            engine.backward(engine(numbers(CHUNK + 1, IN, seed=0).float()))
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("make", "calls", "text"),
-    [
-        (lambda: nn.Linear(IN, OUT), 2, "Encode all samples by one call"),
-        (PerChunk, 1, "that the last chunk does not use"),
-    ],
-)
-def test_zero_3_says_what_it_would_reduce_in_part(make: Any, calls: int, text: str, worlds: Worlds) -> None:
-    needed("deepspeed", "test-trainers")
-    found = worlds.run(2, lambda: refusal_of_zero_3(Encoded(make(), calls)))
-    assert all(text in of_rank for of_rank in found)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -12,13 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from contrastive_zoo.ranks.adjoints import broadcasted
-from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.compiling import Function
 from contrastive_zoo.ranks.devices import DIFFERENTIABLE
-from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import refuse
 from contrastive_zoo.ranks.world import Shards, World
@@ -60,13 +57,6 @@ class Chunk(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, arguments: Any) -> "Chunk":
-        """Return a tensor, a tuple of arguments or a mapping of keywords as a chunk."""
-        if isinstance(arguments, Mapping):
-            return cls((), dict(arguments))
-        return cls(tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,), {})
-
 
 def has_samples(x: Any) -> bool:
     """Return whether x is a dense tensor whose dimension 0 counts samples."""
@@ -97,11 +87,10 @@ class ChunkedEncoder:
     repetitions = 0  # of the last chunk, without effect, where other ranks have more chunks
     is_borrowed = False  # whether its chunk is a row of another rank, whose output is cut
 
-    def __init__(self, model: nn.Module, chunks: list[Chunk], last_reduction: list[int] | None = None) -> None:
-        # with ZeRO 3, the backward pass in which gradients were reduced last
-        self.model, self.last_reduction = model, last_reduction or [-1]
+    def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
+        self.model = model
         self.chunks = [x for x in chunks if not is_empty(x)]
-        self.example = next(iter(self.chunks or chunks), None)  # of a chunk, maybe an empty one
+        self.example = (self.chunks or chunks)[:1]  # of a chunk, maybe an empty one
         self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
         kinds = ("cpu", *{device.type for device in self.devices})
         self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
@@ -124,8 +113,8 @@ class ChunkedEncoder:
         outputs, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
         return [x[:0] if self.is_borrowed and has_samples(x) else x for x in outputs]
 
-    def encode(self) -> list[list[Any]]:
-        """Run the first pass: return the leaves of the output of each chunk, without a graph."""
+    def _first_pass(self) -> list[list[Any]]:
+        """Return the leaves of the output of each chunk, without a graph."""
         result = []
         with torch.no_grad(), self._autocast_of_construction(), buffers_before(self.module) as self.buffers:
             for chunk in self.chunks:
@@ -140,8 +129,8 @@ class ChunkedEncoder:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients the node returns: none if hooks of DDP, FSDP or ZeRO 3 collect them."""
-        hooked = self._is_sharded or self._partitioned or any(hasattr(x, "no_sync") for x in self.model.modules())
+        """The parameters whose gradients the node returns: none if hooks of DDP or FSDP collect them."""
+        hooked = self._is_sharded or any(hasattr(x, "no_sync") for x in self.model.modules())
         return [] if hooked else [x for x in self.model.parameters() if x.requires_grad]
 
     @property
@@ -149,51 +138,9 @@ class ChunkedEncoder:
         """Whether FSDP2 reduces the gradients of each backward pass that arrives at a parameter."""
         return any(hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
 
-    @property
-    def _partitioned(self) -> list[Any]:
-        """The trainable parameters that stage 3 of ZeRO gathers for each module, and whose gradients it reduces."""
-        return [x for x in self.model.parameters() if x.requires_grad and hasattr(x, "ds_id")]
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Context manager: gradients add up on this rank; ZeRO 3 reads a mark of each parameter."""
-        parameters = self._partitioned
-        with getattr(self.model, "no_sync", nullcontext)():
-            for x in parameters:
-                x.ds_grad_is_ready = False
-            try:
-                yield
-            finally:
-                for x in parameters:
-                    x.ds_grad_is_ready = True
-
-    @contextmanager
-    def _reduced(self) -> Iterator[None]:
-        """Context manager: hooks reduce gradients; those of ZeRO 3 only once, of parameters that the body uses."""
-        parameters, arrived = self._partitioned, set[Tensor]()
-        if parameters and self.last_reduction == [backward_pass()]:
-            raise ValueError(
-                "GradCache: ZeRO stage 3 reduces an encoder's gradients once in a backward pass, got two calls of it. "
-                "Encode all samples by one call, such as encode(torch.cat([view1, view2])).chunk(2)."
-            )
-        handles = [x.register_post_accumulate_grad_hook(arrived.add) for x in parameters]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.last_reduction[0] = backward_pass()
-        for x in parameters:
-            # DeepSpeed itself completes the gradients of its leaf modules
-            if x.grad is not None and x not in arrived and not hasattr(x, "ds_z3_leaf_module"):
-                raise ValueError(
-                    "GradCache: with ZeRO stage 3 each chunk uses the same parameters, got one of shape "
-                    f"{list(x.ds_shape)} that the last chunk does not use. Use stage 1 or 2, or FSDP2."
-                )
-
-    def encode_again(self, output_gradients: list[Tensor], totals: dict[Tensor, Tensor], *, sync: bool) -> None:
-        """Run the second pass, which adds gradients to ``totals``; with ``sync`` hooks reduce them during the last chunk."""
-        self.has_graph = False
+    def encode_again(self, output_gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Run the second pass; return the gradients of parameters that no hooks reduce during the last chunk."""
+        self.has_graph, totals = False, dict[Tensor, Tensor]()
         sizes = zip(*self.sizes, strict=True)
         by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
         chunks = list(zip(self.chunks, self.random_states, zip(*by_output, strict=True), strict=True))
@@ -207,14 +154,15 @@ class ChunkedEncoder:
                     self._run_again(*repeated, totals, False)
                     set_buffers(self.module, self.buffers)
                 for index, chunk in enumerate(chunks):
-                    self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
+                    self._run_again(*chunk, totals, index == len(chunks) - 1)
             finally:
                 set_buffers(self.module, after)
         if not self.has_graph and self.model.training and any(x.requires_grad for x in self.model.parameters()):
             raise ValueError(
-                f"{self.caller}: the encoder's output has no gradient, so that it would not be trained. Remove detach() and "
+                "GradCache: the encoder's output has no gradient, so that it would not be trained. Remove detach() and "
                 "no_grad() from its forward, or call encoder.requires_grad_(False) if it is not to be trained."
             )
+        return totals
 
     def _run_again(
         self,
@@ -224,7 +172,7 @@ class ChunkedEncoder:
         totals: dict[Tensor, Tensor],
         is_last: bool,
     ) -> None:
-        with self._reduced() if is_last else self._held():
+        with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
             with torch.enable_grad(), self._autocast_of_construction():
                 set_random_states(states, self.devices)
                 outputs = self._outputs(chunk)
@@ -243,9 +191,9 @@ class ChunkedEncoder:
                     if gradient is not None:
                         totals[x] = totals[x] + gradient if x in totals else gradient
 
-    def agree_on_passes(self, caller: str, world: World, shards: Shards) -> None:
+    def agree_on_passes(self, world: World, shards: Shards) -> None:
         """Repeat the last chunk, or run a borrowed row, where other ranks have more: a forward pass may send messages."""
-        self.caller, self.world = caller, world
+        self.world = world
         if min(shards.sizes) == 0:
             chunk = self._borrowed(shards)
             if not self.chunks:
@@ -256,77 +204,57 @@ class ChunkedEncoder:
         """Return the first row of a rank that has rows, zeros if none has: a mask without tokens has NaN for a gradient."""
         # BatchNorm refuses a single row, and takes none
         rows = 0 if any(isinstance(x, _BatchNorm) for x in self.model.modules()) else 1
-        leaves, tree = tree_flatten(tuple(self.example or ()))
+        leaves, tree = tree_flatten(self.example)
         dtypes = [str(x.dtype)[6:] if has_samples(x) else None for x in leaves]
-        kind = [dtypes, None if None in dtypes else treespec_dumps(tree)]
         shapes = [[rows, *x.shape[1:]] if has_samples(x) else None for x in leaves]
-        texts = self.world.exchange_text(json.dumps([kind, shapes]) if self.example else "")
-        brought = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-        if not brought:
-            refuse_empty(self.caller, shards)
-        source = max(brought, key=lambda rank: shards.sizes[rank] > 0)
-        (dtypes, structure), shapes = brought[source]
-        if any(of != brought[source][0] for of, _ in brought.values()) or (structure is None and "" in texts):
+        texts = self.world.exchange_text(json.dumps([[str(tree), dtypes], shapes]))
+        kinds, shapes_of = zip(*map(json.loads, texts), strict=True)
+        if any(of_rank != kinds[0] for of_rank in kinds):
             raise ValueError(
-                f"{self.caller}: a rank without samples has other arguments than the other ranks, or none. Pass an empty "
-                "chunk there, such as x[:0], and the same further arguments."
+                "GradCache: a rank without samples has other arguments than the other ranks. Pass an empty tensor "
+                "there, such as x[:0], and the same further arguments."
             )
-        if self.example is None:
-            device = next((x.device for x in self.model.parameters()), None)
-            leaves, tree = [torch.empty(0, device=device)] * len(dtypes), treespec_loads(structure)
-        for index, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+        source = max(range(self.world.size), key=lambda rank: shards.sizes[rank] > 0)
+        for index, (dtype, shape) in enumerate(zip(dtypes, shapes_of[source], strict=True)):
             if dtype is not None:
                 row = leaves[index][:rows]
                 if source != self.world.rank or row.shape[0] < rows:
                     row = torch.zeros(shape, dtype=getattr(torch, dtype), device=row.device)
                 leaves[index] = broadcasted(row, source, self.world)
-        return Chunk(*tree_unflatten(leaves, tree))
+        (chunk,) = tree_unflatten(leaves, tree)
+        return chunk
 
-
-def encode_all(encoders: Sequence[ChunkedEncoder]) -> list[Any]:
-    """Return each encoder's output for all its chunks; the outputs' backward pass runs the encoders again."""
-    is_trainable = any(x.requires_grad for encoder in encoders for x in encoder.model.parameters())
-    if torch.is_grad_enabled() and is_trainable:
-        parameters = dict.fromkeys(x for encoder in encoders for x in encoder.parameters)  # towers may share some
-        outputs = iter(_Encode.apply(encoders, torch.zeros((), requires_grad=True), *parameters))
-    else:
-        outputs = iter(_first_passes(encoders))
-    return [tree_unflatten(list(itertools.islice(outputs, x.tree.num_leaves)), x.tree) for x in encoders]
-
-
-def _first_passes(encoders: Sequence[ChunkedEncoder]) -> list[Tensor]:
-    """Return the embeddings of all encoders, without a graph; ranks hear of other outputs in their next handshake."""
-    passes = [encoder.encode() for encoder in encoders]
-    for encoder, chunks in zip(encoders, passes, strict=True):
+    def _embeddings(self) -> list[Tensor]:
+        """Return the embeddings of all chunks, without a graph; ranks hear of other outputs in their next handshake."""
+        chunks = self._first_pass()
         outputs = list(itertools.chain.from_iterable(chunks))
         if not outputs or not all(map(has_samples, outputs)):
             got = next((described(x) for x in outputs if not has_samples(x)), "no output")
             problem = f"the encoder returns embeddings, dense tensors [n, …], got {got}. Return them from its forward."
-            refuse(encoder.caller, problem, world=encoder.world)
-        encoder.sizes = [[len(x) for x in of_chunk] for of_chunk in chunks]
-    return [torch.cat(parts) for chunks in passes for parts in zip(*chunks, strict=True)]
+            refuse("GradCache", problem, world=self.world)
+        self.sizes = [[len(x) for x in of_chunk] for of_chunk in chunks]
+        return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
+    def encode(self) -> Any:
+        """Return the output for all chunks, whose backward pass runs the encoder again."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in self.model.parameters()):
+            outputs = _Encode.apply(self, torch.zeros((), requires_grad=True), *self.parameters)
+        else:
+            outputs = self._embeddings()
+        return tree_unflatten(list(outputs), self.tree)
 
 
 class _Encode(Function):
-    """Both passes of all encoders; ``anchor`` makes outputs need a gradient where hooks collect the parameters'."""
+    """Both passes of an encoder; ``anchor`` makes outputs need a gradient where hooks collect the parameters'."""
 
     @staticmethod
-    def forward(
-        ctx: Any, encoders: Sequence[ChunkedEncoder], anchor: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.encoders, ctx.parameters = encoders, parameters
-        outputs = _first_passes(encoders)
+    def forward(ctx: Any, encoder: ChunkedEncoder, anchor: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.encoder, ctx.parameters = encoder, parameters
+        outputs = encoder._embeddings()
         ctx.mark_non_differentiable(*(x for x in outputs if x.dtype not in DIFFERENTIABLE))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        arriving = iter(gradients)
-        totals: defaultdict[nn.Module, dict[Tensor, Tensor]] = defaultdict(dict)
-        for index, encoder in enumerate(ctx.encoders):
-            is_last_use = all(encoder.model is not other.model for other in ctx.encoders[index + 1 :])
-            of_outputs = list(itertools.islice(arriving, encoder.tree.num_leaves))
-            encoder.encode_again(of_outputs, totals[encoder.model], sync=is_last_use)
-        parts = ([of_model[x] for of_model in totals.values() if x in of_model] for x in ctx.parameters)
-        return None, None, *(sum(of_x[1:], of_x[0]) if of_x else None for of_x in parts)
+        return None, None, *map(ctx.encoder.encode_again(gradients).get, ctx.parameters)
