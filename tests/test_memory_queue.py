@@ -200,19 +200,18 @@ def spoilt_states() -> dict[str, dict[str, Tensor]]:
     filled = {"embeddings": torch.ones(4, 2), "ids": torch.ones(4).long(), "filled": torch.tensor(4)}
     good = {**filled, "pointer": torch.tensor(1)}
     return {
-        "filled is 0 … 4": {**good, "filled": torch.tensor(5)},
-        "got -1.": {**good, "filled": torch.tensor(-1)},
-        "0 … 3, and that after the last": {**good, "pointer": torch.tensor(4)},
-        "got -2 with": {**good, "pointer": torch.tensor(-2)},
-        "got 1 with filled=3": {**good, "filled": torch.tensor(3)},
-        "filled is int64": {**good, "filled": torch.tensor(4.0)},
+        "pointer=1 with filled=5": {**good, "filled": torch.tensor(5)},
+        "filled=-1": {**good, "filled": torch.tensor(-1)},
+        "a ring of 4 slots has no pointer=4": {**good, "pointer": torch.tensor(4)},
+        "pointer=-2 with": {**good, "pointer": torch.tensor(-2)},
+        "pointer=1 with filled=3": {**good, "filled": torch.tensor(3)},
+        "embeddings are float32 ": {**good, "embeddings": torch.ones(4, 3)},
         "Missing key": {name: x for name, x in good.items() if name != "pointer"},
     }
 
 
 @pytest.mark.parametrize("text", spoilt_states())
 def test_an_impossible_state_is_refused_and_changes_nothing(text: str) -> None:
-    """Other shapes and numbers are those of tests/test_state.py."""
     whole, state = cz.CrossBatchMemory(cz.SupCon(), 4, 2), spoilt_states()[text]
     whole.memory.enqueue(numbers(3, 2, seed=0), torch.arange(3))
     before = copy.deepcopy(whole.memory.state_dict())

@@ -1,8 +1,7 @@
-"""What has a state checks what it loads, stays as it was if that is wrong, and is read with weights_only=True."""
+"""What has a state is read with weights_only=True; a queue that differs between ranks is noticed."""
 
 import io
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -45,38 +44,15 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def spoilt_states(state: dict[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
-    """States with one wrong tensor each: NaN, another shape, another kind."""
-    found = []
-    for name, x in state.items():
-        if x.is_floating_point():
-            broken = x.clone()
-            broken.view(-1)[0] = torch.nan
-            found.append((name, {**state, name: broken}))
-        found.append((name, {**state, name: torch.cat([x.reshape(-1), x.reshape(-1), x.reshape(-1)])}))
-    return found
-
-
 @pytest.mark.parametrize("name", MODULES)
-def test_a_wrong_state_leaves_the_module_as_it_was_and_weights_only_reads_a_right_one(name: str) -> None:
+def test_weights_only_reads_a_state(name: str) -> None:
     torch.manual_seed(0)
     module, file = MODULES[name](), io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
-    before = torch.load(file, weights_only=True)
-    other = {key: x + 1 if x.is_floating_point() else x for key, x in before.items()}  # loaded in part, it would show
-    for key, state in spoilt_states(other):
-        with pytest.raises(RuntimeError, match=key.rpartition(".")[2]):
-            module.load_state_dict(state)
-        changed = [k for k, x in module.state_dict().items() if not torch.equal(x, before[k])]
-        of_part = key.rpartition(".")[0]
-        assert not [k for k in changed if k.rpartition(".")[0] == of_part], (key, changed)
-        if name == "MomentumEncoder":
-            assert not changed
-        module.load_state_dict(before)
     fresh = MODULES[name]()
-    fresh.load_state_dict(before)
-    assert all(torch.equal(x, before[key]) for key, x in fresh.state_dict().items())
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert all(torch.equal(x, module.state_dict()[key]) for key, x in fresh.state_dict().items())
 
 
 def test_the_positions_of_samplers_are_plain_numbers() -> None:

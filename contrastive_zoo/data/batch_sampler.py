@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.handshake import Statement, shake_hands
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, flag_problem, in_one_line, is_integer
@@ -271,7 +270,7 @@ class GlobalBatchSampler(BaseBatchSampler):
         super().__init__(settings, problem or size_problem("batch_size", batch_size), **options)
 
     def global_batches(self, epoch: int) -> Batches:
-        samples = allocate("GlobalBatchSampler", lambda: np.arange(self.num_samples), num_samples=self.num_samples)
+        samples = np.arange(self.num_samples)
         order = np.argsort(random_keys(self.seed, epoch, samples)) if self.shuffle else samples
         return np.split(order, range(self.batch_size, self.num_samples, self.batch_size))
 

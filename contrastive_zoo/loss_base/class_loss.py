@@ -36,8 +36,7 @@ class ClassLoss(LabelledLoss, engine="classes"):
         embedding_size: d.
 
     Raises:
-        ValueError: more classes or a larger width than memory holds; at the call labels that are no classes, or weights of
-            another width.
+        ValueError: at the call, labels that are no classes, or weights of another width.
 
     Examples:
         >>> from contrastive_zoo.losses.class_softmax import CosFace
@@ -51,12 +50,8 @@ class ClassLoss(LabelledLoss, engine="classes"):
 
     def __post_init__(self) -> None:
         local = class_shard(self.num_classes, self.__dict__.get("shard_over"))
-
-        def draw(classes: int, width: int, centers: int = 1) -> Tensor:
-            return draw_weights(classes, centers, width, local=local)
-
-        names = ("num_classes", "embedding_size", "sub_centers")
-        weights = self.allocated(draw, *(name for name in names if name in self.fields))
+        centers = self.__dict__.get("sub_centers", 1)
+        weights = draw_weights(self.num_classes, centers, self.embedding_size, local=local)
         self.weights = nn.Parameter(weights[:, 0] if weights.shape[1] == 1 else weights)
 
     @property

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, MethodType, SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, overload
 
 from torch import Tensor, nn
@@ -182,27 +182,19 @@ class Loss(Settings, nn.Module):
 
     engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel``, a keyword of the class
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
-    row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Arguments whose values are indices of this rank's samples in another argument, negative ones of none."""
+    row_indices: ClassVar[tuple[str, ...]] = ()  # arguments whose values are indices of this rank's samples
 
     def __init_subclass__(cls, *, engine: Engine | None = None, has_kernel: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if engine is not None:
             cls.engine, cls.no_kernel = engine, None if has_kernel else Loss.no_kernel
 
-    def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
-        """Return the arguments of a call that :attr:`row_indices` names: their name, themselves, and what they mean."""
-        if not self.row_indices:
-            return []
-        parameters = inspect.signature(self.inputs).parameters
-        if missing := [x for pair in self.row_indices.items() for x in pair if x not in parameters]:
-            raise ValueError(
-                f"inputs() has no argument {missing[0]!r}, which row_indices names. Name the arguments as there, or set "
-                "row_indices to their names."
-            )
+    def has_row_indices(self, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        """Return whether a call brings :attr:`row_indices`, which only this rank can interpret."""
+        parameters = inspect.signature(self.inputs).parameters if self.row_indices else {}
         by_name = {**dict(zip(parameters, args, strict=False)), **named}
-        pairs = ((name, by_name.get(name), by_name.get(rows)) for name, rows in self.row_indices.items())
-        return [(name, x, rows) for name, x, rows in pairs if isinstance(x, Tensor) and isinstance(rows, Tensor)]
+        # an override may have renamed them
+        return any(name not in parameters or by_name.get(name) is not None for name in self.row_indices)
 
     def inputs(self, *args: Any, **named: Any) -> Inputs:
         """Return what a call brings, of shapes that annotations such as ``Float[Tensor, "n d"]`` name, and what is wrong."""

@@ -5,7 +5,6 @@ import inspect
 import math
 import typing
 from collections.abc import Callable
-from functools import partial
 from itertools import starmap
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from contrastive_zoo.loss_base.state import T, WholeState, allocate, real
+from contrastive_zoo.loss_base.state import real
 from contrastive_zoo.ranks.row_checks import described, flag_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.suggestions import did_you_mean
 
@@ -45,9 +44,9 @@ class Bounds(NamedTuple):
             return None
         if isinstance(value, Tensor) and (problem := tensor_problem(name, value)) is not None:
             return problem
-        is_plain = isinstance(value, (int, float, np.floating)) and not self.whole
+        is_plain = isinstance(value, int) or (isinstance(value, (float, np.floating)) and not self.whole)
         fits = not is_plain or _fits(value, positive=self.above == 0 and value > 0)
-        limits = "a float, or an integer of 64 bits" if isinstance(value, int) else _FLOAT32
+        limits = "a float, or an integer up to 2**53" if isinstance(value, int) else _FLOAT32
         expected = (self.rule or f"{name} must be {self._in_words()}") if fits else f"{name} must be {limits}"
         return f"{expected}, got {_shown(value)}. {self.fix}".rstrip()
 
@@ -100,9 +99,9 @@ def is_number(x: object, **bounds: Any) -> bool:
 
 
 def _fits(x: Any, *, positive: bool) -> bool:
-    """Return whether 64 bits hold an integer, and float32 holds any other number and the inverse of a positive one."""
+    """Return whether float64 holds an integer, and float32 holds any other number and the inverse of a positive one."""
     if isinstance(x, int):
-        return -(2**63) < x < 2**63
+        return abs(x) <= 2**53
     x = float(x)  # NumPy compares in x's own precision
     return not math.isfinite(x) or (abs(x) <= _LARGEST and not (positive and x < _SMALLEST))
 
@@ -183,7 +182,7 @@ def field(
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
-class Settings(WholeState):
+class Settings(nn.Module):
     """A module whose annotated class attributes are its settings, keyword-only arguments of its constructor.
 
     An annotation says what a value may be: ``bool``, a ``Literal`` of words, or ``Annotated[float, Bounds(...)]``. A setting
@@ -260,11 +259,6 @@ class Settings(WholeState):
 
     def __post_init__(self) -> None:
         """Make what follows from the settings: parameters, buffers, submodules."""
-
-    def allocated(self, make: Callable[..., T], *sizes: str) -> T:
-        """Return ``make`` of the settings of these names, which are the sizes of the result."""
-        values = {name: getattr(self, name) for name in sizes}
-        return allocate(type(self).__name__, partial(make, *values.values()), **values)
 
     def _setting(self, name: str) -> Any:
         """Return what a setting is: an attribute, a submodule or a parameter, which nn.Module is slow to find."""

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import is_number
-from contrastive_zoo.loss_base.state import WholeState, real
+from contrastive_zoo.loss_base.state import real
 from contrastive_zoo.ranks.row_checks import described
 
 
-class LearnableTemperature(WholeState):
+class LearnableTemperature(nn.Module):
     """Learn a temperature as the logarithm of its inverse, as CLIP does: t = exp(−θ).
 
     Before each use θ itself is clamped, so that the scale 1/t = exp(θ) is at most ``max_scale``. The gradient is not

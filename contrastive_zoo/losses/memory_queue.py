@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss_modules import without_ddp
 from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
-from contrastive_zoo.loss_base.state import Stateful, loading_problem, move_towards, own_tensors
+from contrastive_zoo.loss_base.state import Stateful, move_towards
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
@@ -34,7 +33,7 @@ class MemoryQueue(Settings, Stateful):
         dtype: of the stored embeddings; None is torch's default. ``module.double()`` changes it, as of any buffer.
 
     Raises:
-        ValueError: a size or width below 1 or above what memory holds, or a dtype that is not floating.
+        ValueError: a size or width below 1, or a dtype that is not floating.
         RuntimeError: a ``state_dict`` of another shape or with impossible values, such as more embeddings than fit; the
             memory then does not change.
 
@@ -64,31 +63,30 @@ class MemoryQueue(Settings, Stateful):
         return super().settings_problem() or problem
 
     def __post_init__(self) -> None:
-        zeros = partial(torch.zeros, dtype=self.dtype)
-        self.embeddings = nn.Buffer(self.allocated(zeros, "size", "embedding_size"))
+        self.embeddings = nn.Buffer(torch.zeros(self.size, self.embedding_size, dtype=self.dtype))
         self.ids = nn.Buffer(torch.zeros(self.size, dtype=torch.int64))
         self.pointer, self.filled = (nn.Buffer(torch.zeros((), dtype=torch.int64)) for _ in range(2))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load all buffers or none: embeddings with another ring's pointer would be overwritten in the wrong order."""
-        _, _, missing_keys, *_ = args
-        missing = [prefix + name for name in own_tensors(self) if prefix + name not in state_dict]
+        *_, missing_keys, _, error_messages = args
+        saved = {name: state_dict.get(prefix + name) for name in self._buffers}
+        missing = [prefix + name for name, x in saved.items() if x is None]
         missing_keys.extend(missing)
-        if not missing:
+        problem = None if missing else self._ring_problem(saved)
+        if problem is not None:
+            error_messages.append(f"{type(self).__name__}: {problem} It stays as it was.")
+        elif not missing:
             super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def state_problem(self, saved: Mapping[str, Tensor]) -> str | None:
-        """Return which saved numbers are those of no ring, in words; None if none are, or if they are on the meta device."""
-        pointer, filled = saved["pointer"], saved["filled"]
-        if pointer.is_meta or filled.is_meta:
-            return None
-        if not 0 <= int(filled) <= self.size:
-            return f"filled is 0 … {self.size}, the number of rows that fit, got {int(filled)}."
-        if not 0 <= int(pointer) < self.size or (filled < self.size and pointer != filled):
-            return (
-                f"the pointer is the slot of the next row, 0 … {self.size - 1}, and that after the last row until all "
-                f"slots are filled, got {int(pointer)} with filled={int(filled)}."
-            )
+    def _ring_problem(self, saved: Mapping[str, Any]) -> str | None:
+        """Return which saved buffers are those of no ring of this size, in words, or None."""
+        for name, x in saved.items():
+            if x.shape != getattr(self, name).shape:
+                return f"{name} are {described(getattr(self, name))} here, the state dict holds {described(x)}."
+        pointer, filled = int(saved["pointer"]), int(saved["filled"])
+        if not 0 <= filled <= self.size or not 0 <= pointer < self.size or (filled < self.size and pointer != filled):
+            return f"a ring of {self.size} slots has no pointer={pointer} with filled={filled}."
         return None
 
     def __len__(self) -> int:
@@ -247,7 +245,6 @@ class MomentumEncoder(Stateful):
     Raises:
         ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters or
             buffers.
-        RuntimeError: a ``state_dict`` of other shapes, or with NaN or infinite values; nothing is loaded then.
 
     Examples:
         >>> encoder = nn.Linear(1, 1, bias=False)
@@ -269,13 +266,6 @@ class MomentumEncoder(Stateful):
         self.encoder = copy.deepcopy(without_ddp(encoder)).requires_grad_(False)
         self.momentum = momentum
         self.buffers_from = buffers
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Check the whole encoder before any part of it is loaded."""
-        for path, module in self.encoder.named_modules(prefix="encoder"):
-            if problem := loading_problem(own_tensors(module), state_dict, f"{prefix}{path}."):
-                raise RuntimeError(f"MomentumEncoder: {path}: {problem} It stays as it was.")
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

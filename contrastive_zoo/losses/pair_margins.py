@@ -299,7 +299,7 @@ class Margin(RowLoss):
         if problem := Bounds().problem("beta", arguments):
             raise ValueError(f"{type(self).__name__}: {problem}")
         initial = float(arguments)  # one number as [1]: FSDP shards no parameter of shape []
-        betas = self.allocated(lambda classes: torch.full((classes or 1,), initial), "num_classes")
+        betas = torch.full((self.num_classes or 1,), initial)
         self.beta = nn.Parameter(betas, requires_grad=self.learn_beta)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too

@@ -185,7 +185,7 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
     covariance: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.covariance = nn.Buffer(self.allocated(lambda d: torch.zeros(d, d), "embedding_size"))
+        self.covariance = nn.Buffer(torch.zeros(self.embedding_size, self.embedding_size))
 
     def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:
         problem, width = None, view1.shape[-1]

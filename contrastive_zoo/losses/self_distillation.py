@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -98,7 +97,7 @@ class DINO(Loss, Stateful, engine="statistics"):
     centre: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.centre = nn.Buffer(self.allocated(torch.zeros, "out_dim"))
+        self.centre = nn.Buffer(torch.zeros(self.out_dim))
 
     def inputs(
         self,
@@ -195,8 +194,8 @@ class SwAV(ViewLoss, engine="statistics"):
     prototypes: nn.Parameter = field(init=False)
 
     def __post_init__(self) -> None:
-        draw = partial(draw_weights, local=slice(0, self.num_prototypes))
-        self.prototypes = nn.Parameter(self.allocated(draw, "num_prototypes", "embedding_size"))
+        local = slice(0, self.num_prototypes)
+        self.prototypes = nn.Parameter(draw_weights(self.num_prototypes, self.embedding_size, local=local))
 
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
         stated, compared = super().inputs(*views), {"prototypes": list(self.prototypes.shape)}

@@ -228,7 +228,7 @@ class DynamicSoftMargin(Loss, Stateful, engine="rows"):
     histogram: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.histogram = nn.Buffer(self.allocated(lambda bins: torch.zeros(bins + 1), "num_bins"))
+        self.histogram = nn.Buffer(torch.zeros(self.num_bins + 1))
 
     def inputs(self, anchors: Float[Tensor, "n d"], positives: Float[Tensor, "n d"]) -> Inputs:
         nodes = self.num_bins + 1

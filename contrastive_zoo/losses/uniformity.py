@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -271,7 +270,7 @@ class SIGReg(EmbeddingLoss, Stateful, engine="statistics"):
 
     def directions(self) -> Float[Tensor, "d m"]:
         """Return the directions of the current step, standard normal numbers."""
-        return self.allocated(partial(_drawn, self.step), "embedding_size", "num_slices")
+        return _drawn(self.step, self.embedding_size, self.num_slices)
 
     def directions_problem(self, name: str, rows: Tensor) -> str | None:
         if rows.shape[1] != self.embedding_size:
