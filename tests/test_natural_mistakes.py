@@ -229,6 +229,8 @@ def test_a_name_from_elsewhere_leads_to_ours(name: str) -> None:
     assert_says(text, f"has no attribute {attribute!r}")
     meant = NAMES[name]
     assert (f"Did you mean {meant}?" in text) if meant else ("Did you mean" not in text)  # type: ignore[operator]  # raised
+    imports = f"from {'.'.join(['contrastive_zoo', *rooms])} import {attribute}"
+    assert_says(error_message(lambda: exec(imports), ImportError), f"Did you mean {meant}?" if meant else attribute)
     for part in meant.split(".") if meant else ():
         module = getattr(module, part)
 

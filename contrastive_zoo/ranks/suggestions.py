@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,7 +68,13 @@ def missing(module: str, names: Collection[str]) -> Callable[[str], Any]:
 
     def attribute(name: str) -> Any:
         hint = did_you_mean(name, names)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}" + (hint and f".{hint}"))
+        text = f"module {module!r} has no attribute {name!r}" + (hint and f".{hint}")
+        # in `from module import name` Python drops the text of an AttributeError, and looks for a module of that name
+        caller = sys._getframe(1)
+        is_import = "_handle_fromlist" in {x.f_code.co_name for x in (caller, caller.f_back or caller)}
+        if is_import and hint and find_spec(f"{module}.{name}") is None:
+            raise ImportError(text)
+        raise AttributeError(text)
 
     return attribute
 
