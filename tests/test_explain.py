@@ -128,7 +128,7 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
 def expected(loss: Any, args: Sequence[Tensor], sizes: Sequence[int], rank: int, *, payload: bool, ring: bool) -> Cost:
     """Return the cost of a rank whose shards have these sizes."""
     wrapper = cz.DistributedLoss(loss, ring=ring)
-    call, _ = wrapper._call(loss, tuple(args), {})
+    call = wrapper._call(loss, tuple(args), {})
     is_own = isinstance(call, CallInputs)
     rows = {
         name: Rows.of(Shards(tuple(len(x) * size // sizes[rank] for size in sizes), rank), x.shape[1:], x.dtype)

@@ -74,7 +74,7 @@ Z = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(5))
 LABELS, IDS, SHARES = torch.arange(SAMPLES) % 2, torch.arange(SAMPLES), torch.linspace(0, 1, SAMPLES)
 LINEAR, SUP_CON = nn.Linear(WIDTH, 2), cz.SupCon()
 VALID: dict[str, Any] = {
-    "batch_size": 2, "chunk_tokens": 9, "chunks": [Z[:2], Z[2:]], "chunks_per_batch": 2, "classes_per_batch": 2, "m": 2,
+    "batch_size": 2, "chunk_tokens": 9, "chunks_per_batch": 2, "classes_per_batch": 2, "m": 2,
     "columns": [LABELS], "corpus": Z.flip(0), "dims": [1, 3], "embedding_size": WIDTH, "encoder": LINEAR, "model": LINEAR,
     "example": (Z[0], 1), "factory": "Flat", "first": Z, "group_size": 2, "ids": IDS, "k": 1, "labels": LABELS, "n": 4,
     "lengths": LABELS + 1, "loss": SUP_CON, "loss_fn": SUP_CON, "losses": [SUP_CON, cz.Triplet()], "module": LINEAR,
@@ -86,7 +86,6 @@ VALID: dict[str, Any] = {
 """Of required arguments, by their names."""
 BESIDES: dict[str, dict[str, Any]] = {
     "GradCache": {"chunk_size": 2},
-    "cached_step": {"loss_fn": lambda z: z.sum()},
     "explain": {"world_size": 2},
     "cross_modal_recall": {"k": [1]},
     "evaluate": {"labels": LABELS},

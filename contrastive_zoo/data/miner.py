@@ -17,7 +17,7 @@ from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.transport import payload_of
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
-from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem, unwrapped_miner
+from contrastive_zoo.wrapper.loss_call import paired_problem, refuse_gathering, unequal_problem
 
 # private attributes of pytorch-metric-learning's miners that list what record-keeper writes
 _RECORDED = ("_record_these", "_record_these_stats")
@@ -56,9 +56,9 @@ class DistributedMiner(nn.Module):
         self, miner: Callable[..., Any], *, process_group: Processes = None, check_finite: bool = True
     ) -> None:
         super().__init__()
-        miner = unwrapped_miner("DistributedMiner", miner) if not isinstance(miner, DistributedMiner) else miner
-        if not callable(miner) or isinstance(miner, DistributedMiner):
-            raise ValueError(f"DistributedMiner: a bare miner can be called, got {type(miner).__name__}.")
+        refuse_gathering("DistributedMiner", "miner", miner)
+        if not callable(miner):
+            raise ValueError(f"DistributedMiner: a miner can be called, got {type(miner).__name__}.")
         self.process_group, self.check_finite, self.miner = process_group, check_finite, miner
 
     @uncompiled

@@ -75,10 +75,8 @@ class _Composition(Loss, engine="sum"):
             values = [_member_value(members[index], shared.member(index), width) for index, width in self.terms()]
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
 
-    def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
-        """Return those of the members, each tensor once: with a hook, the sum itself sees all ranks' embeddings."""
-        of_members = [x for loss in self.members() for x in loss.index_arguments(args, named)]
-        return [x for nth, x in enumerate(of_members) if not any(x[1] is y[1] for y in of_members[:nth])]
+    def has_row_indices(self, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        return any(loss.has_row_indices(args, named) for loss in self.members())
 
     def ring_problem(self) -> str | None:
         problems = ((loss, loss.ring_problem()) for loss in self.members())
@@ -252,8 +250,7 @@ def _member_stated(
     rows = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     others = {name: x for name, x in arguments.items() if name not in rows}
     host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
-    indices = bool(loss.index_arguments(args, named))
-    inputs = Inputs(rows, local=indices, whole=True, host=host)
+    inputs = Inputs(rows, local=loss.has_row_indices(args, named), whole=True, host=host)
     return CallInputs(
         type(loss).__name__, inputs, needs=Loss.needs(loss, inputs)._replace(engine="other", no_kernel=None)
     )

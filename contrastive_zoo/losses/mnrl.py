@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -85,7 +84,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    row_indices = MappingProxyType({"owners": "queries"})
+    row_indices = ("owners",)
 
     def settings_problem(self) -> str | None:
         directions = self.directions

@@ -1,7 +1,7 @@
 """The arguments of one call: which of them are rows, how they are compared between ranks, and how they are gathered."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
@@ -108,10 +108,8 @@ class Arguments:
             result += (self.leaves[first] is self.leaves[second] and dim(first) == dim(second)) << index
         return result
 
-    def gathered(
-        self, agreed: Agreed, world: World, indices: Sequence[tuple[str, Tensor, Tensor]] = ()
-    ) -> dict[str, Any]:
-        """The arguments with the rows of all ranks; named ``indices`` of local rows become those among all ranks'."""
+    def gathered(self, agreed: Agreed, world: World) -> dict[str, Any]:
+        """The arguments with the rows of all ranks."""
         rows = dict(self.rows)
         padded = self._padded_dims if self.roles.pad_dims else ()
         for (path, dim), of in zip(padded, agreed.shards[len(rows) :], strict=True):
@@ -125,12 +123,6 @@ class Arguments:
         for index, (first, second) in enumerate(itertools.combinations([*rows][:_COMPARED], 2)):
             if max(agreed.same - 1, 0) >> index & 1:
                 rows[second] = rows[first]
-        shards = dict(zip(self.rows, agreed.shards, strict=False))
-        for _, x, of_rows in indices:
-            path, other = (next(key for key, y in self.rows.items() if y is tensor) for tensor in (x, of_rows))
-            starts = torch.tensor([0, *itertools.accumulate(shards[other].sizes)][:-1], device=x.device)
-            shift = starts.repeat_interleave(torch.tensor(shards[path].sizes, device=x.device))
-            rows[path] = torch.where(rows[path] < 0, rows[path], rows[path] + shift)
         leaves = self.leaves | rows
         return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
 

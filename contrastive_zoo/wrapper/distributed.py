@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
@@ -24,9 +24,8 @@ from contrastive_zoo.wrapper.loss_call import (
     LossCall,
     model_problem,
     native_and_replaced,
+    refuse_gathering,
     signature,
-    unwrapped,
-    unwrapped_miner,
 )
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep, compared_options
@@ -137,11 +136,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         watch_joins()
         checks = {"check_finite": check_finite, "check_equal": check_equal, "check_distinct": check_distinct}
         refuse_bad_options(grad_reduction, prefer_native=prefer_native, ring=ring, **checks)
-        loss = unwrapped("DistributedLoss", "loss", loss)
-        miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
-        if isinstance(without_ddp(loss), DistributedLoss):
-            raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
-        self._replaced: Any = None  # the third-party loss and its miner that this library's loss replaces
+        refuse_gathering("DistributedLoss", "loss", loss)
+        refuse_gathering("DistributedLoss", "miner", miner)
+        self._replaced: inspect.Signature | None = None  # of the third-party loss that this library's loss replaces
         if prefer_native:
             loss, miner, self._replaced = native_and_replaced(loss, miner)
         self.ring = ring
@@ -168,13 +165,12 @@ class DistributedLoss(LossAttributes, Generic[R]):
         bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
         session = self._session(bare)
         try:
-            call, compared = self._call(bare, rows, named_rows)
+            call = self._call(bare, rows, named_rows)
         except Exception as error:
-            alone, is_own = session.size == 1, isinstance(bare, Loss) and self._replaced is None
-            if alone and (is_own or not isinstance(error, TypeError)):
+            if session.size == 1 and (isinstance(bare, Loss) or not isinstance(error, TypeError)):
                 raise
-            if alone:  # the error of the third-party loss itself
-                return (self.loss if self._replaced is None else self._replaced.loss)(*rows, **named_rows)
+            if session.size == 1:  # the error of the third-party loss itself
+                return self.loss(*rows, **named_rows)
             # only this rank may lack an argument, or fail to read a setting; the others wait in the handshake
             text = f"{error}" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
             text += "" if text.endswith(("?", ".")) else "."
@@ -188,7 +184,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
         session = looking_later(session, call.inputs.rows)
         roles = self._roles() if self.shared or self.batch_dim or self.pad_dims else NO_ROLES
-        step = self, bare, compared_options(self, roles) | compared, session
+        step = self, bare, compared_options(self, roles), session
         if isinstance(call, CallInputs):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
             value = OwnStep(call.name, call, *step, bare, compute).compute()
@@ -198,27 +194,24 @@ class DistributedLoss(LossAttributes, Generic[R]):
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
 
-    def _call(
-        self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any]
-    ) -> tuple[CallInputs | LossCall, dict[str, str]]:
-        """What this rank states of a call; what ranks compare: the same of a loss and the one that it replaces."""
-        compared: dict[str, str] = {}
+    def _call(self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any]) -> CallInputs | LossCall:
+        """What this rank states of a call."""
         if self._replaced is not None:
-            inputs = signature(self._replaced.loss).bind(*rows, **named_rows)
-            native = self._replaced.native_arguments(inputs.arguments)
-            compared["arguments"] = ", ".join(name for name, x in inputs.arguments.items() if x is not None)
-            empty = any(isinstance(x, Tensor) and x.ndim and not len(x) for x in native or ())
-            if native is None or (empty and World.of(self.process_group).size == 1):
-                return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, inputs), compared
-            rows, named_rows = native, {}
+            passed = {
+                name: x for name, x in self._replaced.bind(*rows, **named_rows).arguments.items() if x is not None
+            }
+            if len(passed) > 2:
+                words = "embeddings and labels, or two views"
+                raise TypeError(f"with prefer_native=True a call takes {words}, got {', '.join(passed)}. Leave it out.")
+            rows, named_rows = (*passed.values(),), {}
         if isinstance(bare, Loss):
             if is_plain(bare):
-                return bare.stated(rows, named_rows), compared
+                return bare.stated(rows, named_rows)
             rows, named_rows = devices.to_device_of_embeddings(rows, named_rows)
         # a miner's indices come later, also where the loss requires them
         takes = signature(bare)
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
-        return LossCall(self.loss, self.miner, bound, self._roles()), compared
+        return LossCall(self.loss, self.miner, bound, self._roles())
 
     def _session(self, bare: Any) -> Session:
         watch_joins()  # a wrapper may have come by pickle

@@ -124,7 +124,7 @@ def explain(
     arguments = [x for x in (*tensors, *named.values()) if isinstance(x, Tensor)]
     place = torch.device(device or next((x.device for x in arguments if not x.is_meta), "cpu"))
     args, keywords = _without_memory((tensors, named), bare, dtype)
-    call, _ = wrapper._call(bare, args, keywords)
+    call = wrapper._call(bare, args, keywords)
     name, problem, needs = loss_name(bare), call.inputs.problem, FROM_ELSEWHERE
     if is_own := isinstance(call, CallInputs):
         name, problem, needs = call.name, call.problem, call.needs

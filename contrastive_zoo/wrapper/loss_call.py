@@ -1,6 +1,4 @@
-"""One call of a third-party loss: how its arguments bind, what is wrong with them, this library's loss in its place,
-and distributed wrappers around and inside of it: two of them would gather twice, and return a wrong value.
-"""
+"""One call of a third-party loss: how its arguments bind, what is wrong with them, and this library's loss in its place."""
 
 import inspect
 from collections.abc import Mapping
@@ -53,16 +51,10 @@ class LossCall:
 
     def problem(self, world: World) -> str | None:
         arguments = self.bound.arguments if self.roles is NO_ROLES else self.roles.of_rows(self.bound.arguments)
-        outside = next((problem for x in self.row_indices() if (problem := _outside_problem(*x))), None)
-        paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
-        if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):
-            paired = {**arguments, "ref_emb": None}  # of rows without a partner it takes the distances to all others
-        return outside or self.refusal(world) or unequal_problem(arguments) or paired_problem(paired)
-
-    def row_indices(self) -> list[tuple[str, Tensor, Tensor]]:
-        """The arguments that are indices of this rank's rows, as :meth:`Loss.index_arguments` returns them."""
         bare = without_ddp(self.loss)
-        return bare.index_arguments(self.bound.args, self.bound.kwargs) if isinstance(bare, Loss) else []
+        if isinstance(bare, Loss) and bare.has_row_indices(self.bound.args, self.bound.kwargs):
+            return NOT_WHOLE
+        return self.refusal(world) or unequal_problem(arguments) or paired_problem(arguments)
 
     def refusal(self, world: World) -> str | None:
         """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
@@ -80,10 +72,10 @@ class LossCall:
         return None
 
 
-def _outside_problem(name: str, indices: Tensor, rows: Tensor) -> str | None:
-    if indices.is_floating_point() or not len(indices) or -1 <= int(indices.min()) <= int(indices.max()) < len(rows):
-        return None
-    return f"{name} are rows of this rank's {len(rows)}, or -1, got {int(indices.min())} … {int(indices.max())}."
+NOT_WHOLE = (
+    "a loss in it has a forward of its own, or hooks, and every rank has to compute it from the rows of all ranks, which "
+    "reduction='none', sharded weights or indices of local rows do not allow. Override compute(batch) instead."
+)
 
 
 def signature(loss: Any) -> inspect.Signature:
@@ -126,8 +118,8 @@ def paired_problem(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
-    """Return this library's loss, no miner, and the equal loss that it replaces; or loss and miner as they are, and None."""
+def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, inspect.Signature | None]:
+    """Return this library's loss, no miner, and the signature of the loss that it replaces; or loss and miner, and None."""
     kind = type(without_ddp(loss))
     if issubclass(kind, Loss):
         return loss, miner, None
@@ -138,57 +130,35 @@ def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
         )
     # imported here: pytorch-metric-learning is an optional dependency
     with needed("prefer_native=True", "contrastive_zoo[pml]"):
-        from contrastive_zoo.wrapper.pml.translation import Original, to_native
+        from contrastive_zoo.wrapper.pml.translation import to_native
 
     try:
-        return to_native(loss, miner), None, Original(loss, miner)
+        return to_native(loss, miner), None, signature(loss)
     except ValueError:  # no loss of this library is the same function
         return loss, miner, None
 
 
-_LIBRARY = "pytorch_metric_learning"
-_LOSSES = {("contrastive_zoo", "DistributedLoss"), (_LIBRARY, "DistributedLossWrapper")}
-_MINERS = {("contrastive_zoo", "DistributedMiner"), (_LIBRARY, "DistributedMinerWrapper")}
-_ATTRIBUTES = {"loss": {(_LIBRARY, "DistributedLossWrapper")}, "miner": _MINERS}
-"""Outermost wrappers that are taken off, by the name of the attribute that holds the wrapped object."""
+_GATHERING = {
+    "contrastive_zoo": ("DistributedLoss", "DistributedMiner"),
+    "pytorch_metric_learning": ("DistributedLossWrapper", "DistributedMinerWrapper"),
+}
+"""Classes that gather the embeddings of all ranks, by their package."""
 
 
-def unwrapped_miner(caller: str, miner: Any, *, process_group: Any = None) -> Any:
-    """Return the miner inside of a DistributedMiner or of pytorch-metric-learning's wrapper; any other miner unchanged."""
-    own_group = getattr(miner, "process_group", None) if _kind(miner) in _MINERS else None
-    if own_group is not None and own_group is not process_group:
-        raise ValueError(
-            f"{caller}: the DistributedMiner has a process group of its own, with other rows than this loss. Pass the bare "
-            "miner, or give both the same process_group."
-        )
-    return unwrapped(caller, "miner", miner)
-
-
-def unwrapped(caller: str, role: str, x: Any) -> Any:
-    """Return a loss or a miner, as ``role`` says, without its outermost wrapper; refuse wrappers inside of it."""
+def refuse_gathering(caller: str, role: str, x: Any) -> None:
+    """Refuse a class in place of its instance, and a loss or miner that gathers or holds one that does."""
     if isinstance(x, type):
         raise ValueError(
             f"{caller}: a {role} is an instance, got the class {x.__name__}. Pass an instance, {x.__name__}(...)."
         )
-    if _kind(x) in _ATTRIBUTES[role]:
-        x = getattr(x, role)
-    for path, part in x.named_modules() if isinstance(x, nn.Module) else ():
-        kind = _kind(part)
-        if kind not in _LOSSES | _MINERS or (part is x and kind[0] == "contrastive_zoo"):  # the caller refuses it
-            continue
-        library = "" if kind[0] == "contrastive_zoo" else "pytorch-metric-learning's "
-        raise ValueError(
-            f"{caller}: {f'{role}.{path}'.rstrip('.')} is {library}{kind[1]}, which gathers all ranks' rows. {caller} "
-            "gathers them, too: each row would count once for every rank, and the value would be wrong. Pass the bare "
-            f"{'loss' if kind in _LOSSES else 'miner'} there; {caller}, outermost, is enough."
-        )
-    return x
-
-
-def _kind(x: Any) -> tuple[str, str]:
-    """Return package and name of the wrapper class that x is an instance of; empty strings if it is none."""
-    kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(x).__mro__)
-    return next((kind for kind in kinds if kind in _LOSSES | _MINERS), ("", ""))
+    for path, part in x.named_modules() if isinstance(x, nn.Module) else [("", x)]:
+        for kind in type(part).__mro__:
+            if kind.__name__ in _GATHERING.get(kind.__module__.partition(".")[0], ()):
+                where, bare = f"{role}.{path}".rstrip("."), "miner" if "Miner" in kind.__name__ else "loss"
+                raise ValueError(
+                    f"{caller}: {where} is a {kind.__name__}, which gathers all ranks' rows. {caller} gathers them, too: "
+                    f"each row would count once for every rank, and the value would be wrong. Pass the bare {bare} there."
+                )
 
 
 def model_problem(loss: nn.Module, value: Any) -> str | None:

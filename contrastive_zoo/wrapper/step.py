@@ -32,7 +32,7 @@ from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import JOINED, CallHistory, join_problem
-from contrastive_zoo.wrapper.loss_call import LossCall, model_problem
+from contrastive_zoo.wrapper.loss_call import NOT_WHOLE, LossCall, model_problem
 from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem, row_numbers_problem
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class OwnStep(DistributedStep):
         if inputs.values and problem is None:
             problem = values_problem(inputs.values, self.session.findings.later, waits=False)
         if inputs.whole and not can_compute_all:
-            problem = problem or _NOT_WHOLE
+            problem = problem or NOT_WHOLE
         history, payload = self.history, None
         if can_compute_all and history.due:
             few, device = self.few, self.session.host_device
@@ -348,7 +348,7 @@ class ThirdPartyStep(DistributedStep):
 
     def value(self, agreed: Agreed, plan: Plan) -> Any:
         call, session = self.call, self.session
-        call.bound.arguments = call.inputs.gathered(agreed, session, call.row_indices())
+        call.bound.arguments = call.inputs.gathered(agreed, session)
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
             return self.all_or_none(functools.partial(call.mine_and_compute, session))
         with one_stream(session, device_of(self.rows)):
@@ -371,9 +371,4 @@ _EQUAL_AGAIN = (
 _COMPUTED_AGAIN = (
     "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
     "centre, a running statistic). Put the encoder under the checkpoint and leave the loss out."
-)
-
-_NOT_WHOLE = (
-    "a loss in it has a forward of its own, or hooks, and every rank has to compute it from the rows of all ranks, which "
-    "reduction='none', sharded weights or indices of local rows do not allow. Override compute(batch) instead."
 )

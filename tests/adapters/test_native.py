@@ -1,9 +1,6 @@
 """Translations of pytorch-metric-learning's losses have the same value and gradients, or are refused with a reason."""
 
-import copy
-import functools
 import inspect
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +16,11 @@ from pytorch_metric_learning import regularizers as G
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.pml.table import LOSSES
 from contrastive_zoo.wrapper.pml.translation import to_native
-from tests.helpers import EXACT, common_error, distance, drawn, split
+from tests.helpers import EXACT, distance, refused
 from tools.pml_matrix import BASES
 
 pytestmark = [
@@ -325,10 +321,16 @@ def test_weights_are_copied_without_random_numbers() -> None:
     assert loss.W.abs().sum() > 0
 
 
-def test_the_original_computes_nothing_that_the_native_loss_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(L.SupConLoss, "compute_loss", lambda *_: pytest.fail("the original computes"))
-    loss_fn = cz.DistributedLoss(L.SupConLoss(), prefer_native=True)
-    assert loss_fn(torch.eye(4), torch.tensor([0, 0, 1, 1])) > 0
+def mined(indices: Any) -> Any:
+    z, labels = rows_of("SupCon")
+    return cz.DistributedLoss(L.SupConLoss(), prefer_native=True, check_distinct=False)(z, labels, indices)
+
+
+def test_other_arguments_are_refused(worlds: Worlds) -> None:
+    """None in their place is none, as trainers pass it."""
+    assert mined(None) == to_native(L.SupConLoss())(*rows_of("SupCon"))
+    words = "SupCon: with prefer_native=True a call takes embeddings and labels … indices_tuple. Leave it out"
+    refused(worlds, 2, lambda: mined(M.BatchHardMiner()(*rows_of("SupCon"))), words)
 
 
 VIEWS = [name for name, case in CASES.items() if case.call == "views"]
@@ -337,108 +339,6 @@ VIEWS = [name for name, case in CASES.items() if case.call == "views"]
 def test_two_views_may_be_positional() -> None:
     for name in VIEWS[:-1]:  # the second positional argument of VICRegLoss is something else
         assert distance(native(name)(*rows_of(name)), theirs(name, rows_of(name))[0]) <= EXACT
-
-
-def trained(name: str, *rows: Tensor, more: str, wrapped: bool, grad_reduction: str = "mean") -> list[Result]:
-    loss, miner = made(name)[0], M.PairMarginMiner(0.5, 0.9)
-    if wrapped:
-        loss, miner = (
-            cz.DistributedLoss(loss, prefer_native=True, grad_reduction=grad_reduction),
-            DistributedMiner(miner),
-        )
-        assert isinstance(loss.loss, Loss)
-    found = []
-    for step in range(3):
-        of_step = rows if step == 1 and more == "references" else rows[:2]
-        indices = {"indices_tuple": miner(*rows[:2])} if step == 1 and more == "indices" else {}
-        found.append(result(loss, list(of_step), **indices))
-        with torch.no_grad():
-            for x in loss.parameters():
-                x.mul_(0.9)
-    return found
-
-
-WITH_WEIGHTS = ["ArcFace", "SubCenterArcFace", "SoftTriple", "ProxyAnchor", "Margin, by class"]
-MORE = ["SupCon", "NTXent", "TripletMargin, smooth", "MultipleLosses, named", *WITH_WEIGHTS]
-
-
-@pytest.mark.parametrize(
-    ("call", "grad_reduction"),
-    drawn(
-        [*((name, "indices") for name in MORE), ("SupCon", "references"), ("Margin, by class", "references")],
-        ["mean", "sum"],
-        one_in=2,
-    ),
-    ids=str,
-)
-def test_the_original_computes_calls_that_the_native_loss_does_not_take(
-    call: tuple[str, str], grad_reduction: str, worlds: Worlds
-) -> None:
-    name, more = call
-    rows = [normal(14), LABELS, normal(14, 9), LABELS.flip(0)]
-    expected = trained(name, *rows, more=more, wrapped=False)
-    job = functools.partial(trained, name, more=more, wrapped=True, grad_reduction=grad_reduction)
-    for shards in [(14,), (5, 9), (0, 11, 3)]:
-        found = worlds.run(len(shards), job, each=list(zip(*(split(x, shards) for x in rows), strict=True)))
-        of_rows, of_parameters = (1 / len(shards), 1) if grad_reduction == "mean" else (1, len(shards))
-        for step, whole in enumerate(expected):
-            count = 2 if step == 1 and more == "references" else 1
-            encoder = [torch.cat([x[step][1 + i] for x in found]) * of_rows for i in range(count)]
-            for value, *gradients in (x[step] for x in found):
-                own = [x * of_parameters for x in gradients[count:]]
-                assert same([value, *encoder, *own], whole), (shards, step)
-
-
-def test_the_original_refuses_a_second_miner() -> None:
-    z, labels = rows_of("SupCon")
-    loss_fn = cz.DistributedLoss(L.TripletMarginLoss(), miner=M.BatchHardMiner(), prefer_native=True)
-    with pytest.raises(ValueError, match="has a miner of its own"):
-        loss_fn(z, labels, M.BatchHardMiner()(z, labels))
-    expected = L.TripletMarginLoss()(z, labels, M.BatchHardMiner()(z, labels, z.flip(0), labels), z.flip(0), labels)
-    assert distance(loss_fn(z, labels, ref_emb=z.flip(0), ref_labels=labels), expected) <= EXACT
-
-
-def test_ranks_that_call_it_differently_are_refused(worlds: Worlds) -> None:
-    z, labels = rows_of("SupCon")
-
-    def good() -> float:
-        return cz.DistributedLoss(L.SupConLoss(), prefer_native=True, check_distinct=False)(z, labels).item()
-
-    # after three steps the handshake carries the embeddings
-    for first, steps in itertools.product((0, 1), (0, 3)):
-
-        def bad(first: int = first, steps: int = steps) -> Any:
-            loss_fn = cz.DistributedLoss(L.SupConLoss(), prefer_native=True, check_distinct=False)
-            for _ in range(steps):
-                loss_fn(z, labels)
-            more = {"ref_emb": z, "ref_labels": labels} if torch.distributed.get_rank() == first else {}
-            return loss_fn(z, labels, **more)
-
-        text, after = common_error(worlds, 2, bad, good)
-        assert "ref_emb" in text, text
-        assert after[0] == after[1]
-
-
-def test_the_original_is_no_part_of_the_state() -> None:
-    loss_fn = cz.DistributedLoss(L.ArcFaceLoss(CLASSES, WIDTH), prefer_native=True, check_distinct=False)
-    assert [*loss_fn.state_dict()] == ["loss.weights"]
-    assert len([*loss_fn.parameters()]) == 1
-    twin = copy.deepcopy(loss_fn)
-    twin.loss.weights.data.mul_(torch.tensor([[-1.0], [1.0], [2.0], [-2.0], [1.0]]))
-    z, labels = (x[:4] for x in rows_of("SupCon"))
-    indices = M.BatchHardMiner()(z, labels)
-    assert distance(twin(z.float(), labels, indices), loss_fn(z.float(), labels, indices)) > 1e-3
-
-
-def test_a_call_without_labels_is_the_loss_s_own_error_on_one_process() -> None:
-    """That of the user's loss, not of the one that computes in its place."""
-    replaced, kept = L.TripletMarginLoss(), L.TripletMarginLoss(triplets_per_anchor=1)
-    for loss in (replaced, kept):
-        with pytest.raises(TypeError) as expected:
-            loss()
-        with pytest.raises(TypeError) as raised:
-            cz.DistributedLoss(loss, prefer_native=True)()
-        assert str(raised.value) == str(expected.value)
 
 
 def test_distributed_loss_keeps_a_loss_without_translation() -> None:

@@ -1,7 +1,7 @@
 """From a loss of pytorch-metric-learning to this library's loss with the same formula, or the reason why there is none."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from pytorch_metric_learning import losses, miners  # noqa: F401 - the example uses miners
@@ -48,7 +48,7 @@ def _translate(loss: Any, miner: Any) -> Loss:
         return _self_supervised(loss, miner)
     if type(loss) is losses.MultipleLosses:
         require(miner is None or not loss.miners, "it has miners of its own.")
-        members = [_translate(x, own_miner or miner) for _, x, own_miner, _ in _members(loss)]
+        members = [_translate(x, own_miner or miner) for x, own_miner, _ in _members(loss)]
         return WeightedSum(members, weights=[x for *_, x in _members(loss)])
     native = LOSSES.get(type(loss), "it is no loss of pytorch-metric-learning itself.")
     if isinstance(native, str):
@@ -106,52 +106,14 @@ def _self_supervised(loss: Any, miner: Any) -> Loss:
     return _translate(inner, miner)
 
 
-def _members(loss: Any) -> list[tuple[Any, Any, Any, float]]:
-    """Return the key of each loss of a MultipleLosses, the loss, its own miner (None if it has none) and its weight."""
+def _members(loss: Any) -> list[tuple[Any, Any, float]]:
+    """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight."""
     keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
     own_miners = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
-    return [(key, loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
+    return [(loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
 
 
 _WITH_VIEWS = (
     losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.TripletMarginLoss,
     losses.MultiSimilarityLoss, losses.CircleLoss,
 )  # fmt: skip
-
-
-class Original(NamedTuple):
-    """What was translated; it computes calls that the native loss does not take, with the native loss's weights."""
-
-    loss: nn.Module
-    miner: Callable[..., Any] | None
-
-    def native_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Return the native loss's positional arguments; None if only the original takes these arguments."""
-        of_views = type(self.loss) in (losses.SelfSupervisedLoss, losses.VICRegLoss)
-        names = ("embeddings", "ref_emb" if of_views else "labels")
-        inputs = {name for name, x in arguments.items() if x is not None}
-        return tuple(arguments[name] for name in names) if inputs == set(names) else None
-
-    def with_weights_of(self, native: Loss) -> Callable[..., Any]:
-        """Return the original as a function of its arguments and the native loss's weights, which get the gradient."""
-        weights = _original_weights(self.loss, native)
-        return lambda *args, **kwargs: torch.func.functional_call(self.loss, weights, args, kwargs)
-
-
-def _original_weights(loss: Any, native: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the native loss's weights by the original's parameter names, in the original's layout."""
-    weights: dict[str, Tensor] = {}
-    if isinstance(loss, losses.MultipleLosses):
-        for (key, original, *_), member in zip(_members(loss), native.losses, strict=True):
-            weights |= _original_weights(original, member, f"{prefix}losses.{key}.")
-        return weights
-    for name in ("W", "fc", "proxies"):
-        if isinstance(getattr(loss, name, None), nn.Parameter):
-            x: Tensor = native.weights
-            weights[prefix + name] = x if name == "proxies" else x.reshape(-1, x.shape[-1]).T
-    if isinstance(loss, losses.MarginLoss):
-        if loss.learn_beta:
-            weights[f"{prefix}beta"] = native.beta.reshape(loss.beta.shape)
-        else:
-            loss.beta = native.beta.detach().reshape(loss.beta.shape)
-    return weights
