@@ -138,8 +138,6 @@ BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"results": {"anchor": 1.0, "other anchor": 2.0}}, {"results": {"anchor": 2.0}}, None),
     ({"results": {"anchor": 1.0, "other anchor": 1.0}}, {"results": {"other anchor": 1.0}}, None),
     ({"level": 1.0}, {"level": 1.0 + 1e-5}, None),
-    ({"buffers": 1.0, "state": ONE}, {"buffers": 2.0, "state": TWO}, "w has norm 1 on rank 0 and 2 on rank 1. Call"),
-    ({"buffers": 1.0}, {}, None),
     ({"level": 1.0}, {}, None),
     ({"same": 2}, {"same": 0}, None),
 ]

@@ -111,16 +111,6 @@ class LossModules:
                     result[f"{path}.{name}" if path else name] = x
         return result
 
-    def third_party_buffers(self) -> dict[str, Tensor] | None:
-        """The buffers of third-party modules, by name: some hold what memory held until a first forward pass writes them."""
-        if not (self.has_buffers and self.runs_third_party_code):
-            return None
-        shared, names = self.shared_state(), []
-        for path, module in self.by_path.items():
-            if is_third_party(type(module)):  # type: ignore[arg-type]  # mypy takes a class for its instance
-                names += [f"{path}.{name}" if path else name for name in module._buffers]
-        return {name: shared[name] for name in names if name in shared}
-
     def numbers(self) -> dict[str, Tensor]:
         """Everything numeric that must be equal on every rank and is no text: the shared state, tensors in attributes."""
         result = self.shared_state()

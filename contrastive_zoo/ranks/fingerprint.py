@@ -25,11 +25,10 @@ Numbers = Mapping[str, Tensor] | None  # by name; None if ranks do not compare t
 
 class Fingerprint(NamedTuple):
     level: float | None = None  # of the numbers that must be equal; None if they are not compared
-    buffers: float | None = None  # the same of buffers that a first forward pass may write
     digests: Mapping[str, int] = {}  # by argument
 
 
-def fingerprint(state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers = None) -> Callable[[], Fingerprint]:
+def fingerprint(state: Numbers, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
     """Start to read the numbers of a loss and of its arguments; the result waits for them."""
     parts, shapes, device = [], {}, _CPU
     for name, x in rows.items():
@@ -40,13 +39,10 @@ def fingerprint(state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers = N
             parts.append(flat[:: max(1, flat.numel() // _NUMBERS)])
             shapes[name] = parts[-1].shape
             device = device if x.is_cpu else x.device
-    first, ends = len(parts), []
-    for of in (state, buffers):
-        for _, x in sorted((of or {}).items(), key=itemgetter(0)):
-            if x.numel():
-                parts.append(norm_and_sketch(x))
-                device = device if x.is_cpu else x.device
-        ends.append(2 * (len(parts) - first))
+    for _, x in sorted((state or {}).items(), key=itemgetter(0)):
+        if x.numel():
+            parts.append(norm_and_sketch(x))
+            device = device if x.is_cpu else x.device
     read: Callable[[], list[float]] = list
     if parts:
         dtype = torch.float64 if device is _CPU or has_float64(device) else torch.float32
@@ -59,9 +55,7 @@ def fingerprint(state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers = N
             is_embedding = rows[name].dtype in DIFFERENTIABLE and shape[1] > 1
             digests[name] = _digest(numbers[start : start + shape.numel()], shape[1], is_embedding)
             start += shape.numel()
-        of_state, of_buffers = numbers[start : start + ends[0]], numbers[start + ends[0] :]
-        level = None if state is None else level_of(of_state)
-        return Fingerprint(level, None if buffers is None else level_of(of_buffers), digests)
+        return Fingerprint(None if state is None else level_of(numbers[start:]), digests)
 
     return finished
 

@@ -44,8 +44,7 @@ class Statement:
     problem: str | None = None  # an error in this rank's input; None if there is none
     results: Mapping[str, float] = field(default_factory=dict)  # those of RESULTS that are compared
     level: float | None = None  # of everything numeric that the loss computes with; None if it is not compared
-    buffers: float | None = None  # the same of buffers that a first forward pass may write
-    state: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that both were made of, for the error
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that it was made of, for the error
     digests: Sequence[int] = ()  # of each argument; 0 where they are not compared
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
@@ -160,7 +159,6 @@ def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
         statement.made,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
         _to_bits(statement.level),
-        _NO_VALUE if statement.buffers is None else _to_bits(statement.buffers),
         statement.same,
         capabilities + _COMPARES * statement.compares,
         payload,
@@ -187,11 +185,9 @@ def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[in
         if difference := results_difference(results, statement.tolerance):
             raise ValueError(f"{statement.caller}: {difference}")
     state = statement.state
-    for name in ("level", "buffers"):
-        if len({*received[name]}) == 1:
-            continue
+    if len({*received["level"]}) > 1:
         bound = max(statement.tolerance, tolerance(state.values()))
-        if levels_differ(_from_bits(received[name]), len(state), bound):
+        if levels_differ(_from_bits(received["level"]), len(state), bound):
             raise ValueError(f"{statement.caller}: {state_difference(world.exchange_text(state_lines(state)))}")
     if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")

@@ -315,12 +315,12 @@ def alone() -> bool:
 # What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that
 # a rank in one meets a rank in the other, and all of them hear it.
 FIELDS = (
-    "backward", "number", "problem", "wrapper", "made", "digest", "level", "buffers", "same", "capabilities",
+    "backward", "number", "problem", "wrapper", "made", "digest", "level", "same", "capabilities",
     "bytes", "value", "gradient", "sample", "anchor", "other anchor",
 )  # fmt: skip
 """Header fields before numbers of arguments, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 
-NUMBERS = 26  # of arguments, their sizes and digests, that fit into a header; further ones take a message of their own
+NUMBERS = 27  # of arguments, their sizes and digests, that fit into a header; further ones take a message of their own
 
 _HEADER = struct.Struct(f"{len(FIELDS) + NUMBERS}q")
 HEADER_BYTES = _HEADER.size

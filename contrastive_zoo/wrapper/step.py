@@ -155,18 +155,15 @@ class DistributedStep(ABC):
         statement.problem = self._problem(statement)
         statement.results = history.results()
         statement.wrapper, statement.made = history.wrapper, history.made
-        state, buffers = None, None
+        state = None
         if options.check_equal:
-            state, buffers = self.modules.numbers(), self.modules.third_party_buffers()
-            if buffers is not None:
-                state = {name: x for name, x in state.items() if name not in buffers}
+            state = self.modules.numbers()
             state = _with_names_apart(state, self.computed) if self.computed else state
         compares_rows = options.check_distinct and statement.problem is None
         # sharded class weights differ between ranks in any case
         rows = {name: x for name, x in self.rows.items() if compares_rows and not name.startswith("class weights")}
-        now = history.fingerprint(state, rows, buffers)
-        statement.level, statement.buffers = now.level, now.buffers
-        statement.state = {**(state or {}), **(buffers or {})}
+        now = history.fingerprint(state, rows)
+        statement.level, statement.state = now.level, state or {}
         statement.digests = [*{**dict.fromkeys(self.rows, 0), **now.digests}.values()]
         return statement
 

@@ -133,18 +133,17 @@ class EmptyBank(nn.Module):
 
 
 class Bank(nn.Module):
-    """As lightly's losses with a memory: what its buffers hold is left to chance until a first forward pass."""
+    """As lightly's losses with a memory: it is empty, and the pointer left to chance, until a first forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        rank = cz.World.of().rank
-        self.register_buffer("bank", torch.full((4, 4), 1e3 * (1 + rank), dtype=torch.float64))
-        self.register_buffer("pointer", torch.tensor([10**6 + rank]))
+        self.register_buffer("bank", torch.empty(0))
+        self.register_buffer("pointer", torch.tensor([10**6 + cz.World.of().rank]))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        if self.pointer > 100:
+        if not self.bank.numel():
             self.pointer.zero_()
-            self.bank.zero_()
+            self.bank = embeddings.new_zeros(4, 4)
         self.pointer += 1
         self.bank[self.pointer % 4] = embeddings.detach().mean(0)
         return (embeddings @ self.bank.T).square().sum() + 0 * labels.sum()
