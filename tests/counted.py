@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks import handshake
 from contrastive_zoo.ranks.compat import backward_pass
-from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.world import FIELDS, World, exchange_headers
 
 
@@ -89,8 +88,6 @@ class OneRank(TorchDispatchMode):
                 self.messages.append((message, backward_pass() != -1))
             return start(of, message, *args, **named)
 
-        in_this_thread: Any = {"start": Doubling.run, "join": lambda *_: None}
-        self._patches.enter_context(patch.multiple(Doubling, **in_this_thread))
         self._patches.enter_context(patch.object(World, "start", recorded))
         self._patches.enter_context(patch.object(handshake, "exchange_headers", self._exchange_headers))
         super().__enter__()

@@ -337,6 +337,7 @@ BETWEEN: list[tuple[int, Callable[[], Any], str]] = [
     # of the loss
     (2, lambda: wrapped(Powered(last("b", "a")), z(), torch.tensor(0.5)), "the loss's grad_reduction"),
     (2, lambda: wrapped(Powered(scale=last(3.0, 2.0)), z(), torch.tensor(0.5)), "parameters"),
+    (2, lambda: wrapped(nn.CrossEntropyLoss(torch.tensor([1.0, 1.0, last(3.0, 1.0)])), z(), y()), "weight has norm"),
     (
         2,
         lambda: wrapped(cz.SupCon(temperature=DrawnSetting()), z(), y()),

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks import transport
 from contrastive_zoo.ranks import world as world_module
 from contrastive_zoo.ranks.compat import waiting_time
-from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import splits
 from contrastive_zoo.testing.messages import Messages
@@ -400,56 +398,6 @@ def test_a_process_outside_the_group_raises(worlds: Worlds) -> None:
 def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> None:
     found = worlds.run(len(texts), lambda text: World.of().exchange_text(text), each=[(text,) for text in texts])
     assert found == [texts] * len(texts)
-
-
-def of_many_ranks() -> AbstractContextManager[None]:
-    """Within it this rank's group, however small, gathers as a group of many ranks does."""
-    return patch.object(world_module, "FEW_RANKS", 0)
-
-
-def gathered(*, one_tag: bool) -> bool:
-    world = World.of()
-    all_rows = torch.arange(3.0) + 100 * torch.arange(world.size)[:, None]
-    messages = [all_rows[world.rank], all_rows[world.rank] + 50]
-    if one_tag:
-        found = [torch.empty(world.size, *x.shape) for x in messages]
-        for index in (1, 0) if world.rank == 0 else (0, 1):
-            Doubling(messages[index], found[index], world.process_group, 1).wait()
-    else:
-        with of_many_ranks():
-            found = [wait() for wait in [world.start_gather(x) for x in messages]]
-    return torch.equal(found[0], all_rows) and torch.equal(found[1], all_rows + 50)
-
-
-def test_two_gathers_at_a_time_bring_the_rows_of_all_ranks(worlds: Worlds) -> None:
-    for size in (2, 3, 5):
-        assert all(worlds.run(size, gathered, one_tag=False))
-    assert not all(worlds.run(2, gathered, one_tag=True))  # the mutant: they would be mixed up
-
-
-def waits_for_a_failed_rank() -> str:
-    rank = dist.get_rank()
-
-    def fails(z: Tensor) -> Tensor:
-        if rank == 1:
-            raise KeyError("a column is missing")
-        return z.square().sum()
-
-    loss_fn = cz.DistributedLoss(fails, process_group=dist.new_group([0, 1]))
-    with of_many_ranks():
-        for _ in range(2):
-            try:
-                loss_fn(numbers(2, 3, seed=rank))
-            except (cz.CommunicationError, KeyError) as error:
-                return str(error)
-    return ""
-
-
-def test_a_failure_is_told_within_the_rounds(worlds: Worlds) -> None:
-    found, _ = worlds.run(2, waits_for_a_failed_rank)
-    assert (
-        "rank 0 waited in the handshake for a rank that has failed. Rank 1 failed in fails, call 1: KeyError" in found
-    )
 
 
 def time_out_of_host_group() -> float:

@@ -11,7 +11,7 @@ from contrastive_zoo.engine.exchange import lengths, schedule
 from contrastive_zoo.engine.plan import Plan, Rows, Situation
 from contrastive_zoo.engine.softmax_arithmetic import shift_window
 from contrastive_zoo.engine.tiling import tile_size
-from contrastive_zoo.ranks.world import FEW_RANKS, SMALL_MESSAGE, SMALL_MESSAGE_OF_MANY, Shards
+from contrastive_zoo.ranks.world import SMALL_MESSAGE, Shards
 
 FLOAT, SUM = 4, 8  # bytes of what engines compute with at least, and of their sums, labels and indices
 
@@ -143,8 +143,7 @@ class Ledger:
     def sum(self, name: str, size: int, *, backward: bool = False) -> None:
         """Note an all-reduce: small ones are gathered and added up in rank order; a ring sends 2 (W − 1) / W of others."""
         ranks = self.ranks
-        is_small = size * ranks <= (SMALL_MESSAGE if ranks <= FEW_RANKS else SMALL_MESSAGE_OF_MANY)
-        directly = is_small and self.situation.on_cpu
+        directly = size * ranks <= SMALL_MESSAGE and self.situation.on_cpu
         self.send(name, (ranks - 1) * size if directly else 2 * (ranks - 1) * size // ranks, backward=backward)
 
     def bring(self, names: Names | Stored, of: _Sizes, item: int, *, backward: bool = False) -> None:

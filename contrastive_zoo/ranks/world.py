@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiting_time
-from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.messages import STATES, GroupState, lost, started, state_of
 from contrastive_zoo.ranks.row_checks import is_integer
 from contrastive_zoo.ranks.suggestions import warn_once
@@ -210,7 +209,7 @@ class World:
 
     def sends_directly(self, x: Tensor) -> bool:
         """Whether a gather of x on the CPU takes fewer rounds than gloo's ring, because x is small."""
-        return x.is_cpu and x.nbytes * self.size <= (SMALL_MESSAGE if self.size <= FEW_RANKS else SMALL_MESSAGE_OF_MANY)
+        return x.is_cpu and x.nbytes * self.size <= SMALL_MESSAGE
 
     def start_gather(
         self, x: Tensor, message: str = "a gather of rows", *, from_host: bool = False, opens: bool = False
@@ -221,11 +220,7 @@ class World:
         group = (self._host_group if from_host else None) or self.process_group
         gathered = x.new_empty(self.size, *x.shape)
         begin: Callable[[], Any]
-        if (is_small := self.sends_directly(x)) and self.size > FEW_RANKS:
-            state = state_of(group)
-            state.gathers += 1
-            begin = functools.partial(Doubling, x, gathered, group, state.gathers)
-        elif is_small:
+        if self.sends_directly(x):
             copies = torch.stack([x] * self.size)
             begin = functools.partial(dist.all_to_all_single, gathered, copies, group=group, async_op=True)
         else:
@@ -275,10 +270,6 @@ class World:
 
 SMALL_MESSAGE = 2**18
 """Bytes that a rank sends directly to all other ranks together; beyond it gloo's ring is as fast (2 and 4 ranks)."""
-
-FEW_RANKS, SMALL_MESSAGE_OF_MANY = 64, 2**23
-"""Up to so many ranks a rank sends to each other one directly. Otherwise gathers of so many bytes take log₂ W rounds: the
-direct messages take longer, at 5 µs each, and so do the W − 1 rounds of gloo's ring, which other gathers take."""
 
 _NO_GROUP = (
     "WORLD_SIZE is {}, but this process has no process group and computes alone, so each process would train a model of its "

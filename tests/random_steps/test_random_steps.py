@@ -23,14 +23,11 @@ THRESHOLDS = {
     "contrastive_zoo.engine.plan:SMALL_BATCH": (2**28, -1, 2**12),
     "contrastive_zoo.ranks.handshake:PAYLOAD_LIMIT": (2**20, 0, 200),
     "contrastive_zoo.ranks.world:SMALL_MESSAGE": (2**18, 0, 300),
-    "contrastive_zoo.ranks.world:FEW_RANKS": (64, 64, 0),
 }
 """Every constant at which an engine or a message takes another path: as it is, and so small that tiny batches meet it."""
 
 SHARED = {name: values[1] for name, values in THRESHOLDS.items()}
 """Ranks share the work of every batch."""
-MANY = {"contrastive_zoo.ranks.world:FEW_RANKS": 0}
-"""Messages of two ranks are those of many."""
 
 TIMEOUT = 60.0
 """Seconds that one program may take, on a busy machine too."""
@@ -143,8 +140,8 @@ def test_steps_of_every_loss_are_those_of_one_process(number: int, name: str, wo
     half = [("set_option", {"grad_reduction": "sum"}), *steps(how=how)]
     if loss.remembers and not loss.user_code:
         half += [("step", {"batches": [(3, 4), (0, 5), (4, 2)], "how": "one step"}), *steps()[:1]]
-    every = [{}, SHARED, SHARED | MANY]
-    chosen = every if EVERY_CASE else every[number % 3 :][:1]
+    every = [{}, SHARED]
+    chosen = every if EVERY_CASE else every[number % 2 :][:1]
     for thresholds in chosen:
         played(worlds, (2, name, thresholds, [*steps()[: 5 if EVERY_CASE else 3], *half]))
 
@@ -199,7 +196,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize(("name", "what"), DIFFERENCES)
 def test_a_difference_between_ranks_is_named(name: str, what: str, worlds: Worlds) -> None:
-    thresholds = SHARED | MANY if "hides" in name or list(DIFFERENCES).index((name, what)) % 2 else {}
+    thresholds = SHARED if "hides" in name or list(DIFFERENCES).index((name, what)) % 2 else {}
     (said,) = played(worlds, (2, name, thresholds, [*steps()[:2], change(what), *steps()])).ends
     assert DIFFERENCES[name, what] in said
 
