@@ -36,17 +36,13 @@ SAYS: dict[str, str] = {
         "Rank 1 failed in Rows, call 3: FileNotFoundError: no such file: cat.jpg"
     ),
     "exception after the loss": f"average_gradients: rank 0 … {GONE}",
-    "out of memory between two messages": "Rank 1 failed in Rows, call 3: RuntimeError … memory",
-    "out of memory in a third-party loss": "Rank 1 failed in third_party, call 3: RuntimeError … memory",
     "SIGKILL before the loss": f"NTXent, call 3: rank 0 … {GONE} … the handshake",
     "SIGKILL in the loss": f"Rows, call 3: rank 0 … {GONE} … an exchange of rows",
-    "os._exit before the loss": f"NTXent, call 3: rank 0 … {GONE} … the handshake",
     "SIGSTOP before the loss": f"NTXent, call 3: rank 0 waited … s in the handshake … {LATE} … epochs of different length",
     "SIGSTOP in the loss": f"Rows, call 3: rank 0 waited … s in an exchange of rows … {LATE}",
     "Ctrl-C in the loss": "Rank 1 failed in Rows, call 3: KeyboardInterrupt.",
     "one call more than elsewhere": "ranks are out of step: rank 0 is in average_gradients; rank 1 is in NTXent, call",
     "a shorter epoch": f"NTXent, call 3: rank 0 waited … s in the handshake … {LATE} … epochs of different length",
-    "the loss in a forked worker": "this process was forked from a rank … Call the loss in the rank itself",
 }
 
 DRAWN = [
@@ -55,7 +51,6 @@ DRAWN = [
     "SIGKILL in the loss",
     "SIGSTOP before the loss",
     "one call more than elsewhere",
-    "the loss in a forked worker",
 ]
 """One of each kind: the others run in ``make search``."""
 

@@ -4,7 +4,6 @@ A rank that fails inside a loss leaves a note in torch.distributed's store, whic
 """
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +33,6 @@ _GONE = (
     "Usually that rank raised an error, was killed (out of memory, a time limit) or ended early. Its log says which; read "
     "it first."
 )
-_FORKED = (
-    "this process was forked from a rank, as a worker of a DataLoader is, and shares its connections: a message from here "
-    "would corrupt the rank's own. Call the loss in the rank itself; World() as process_group means this process alone."
-)
 
 
 class CommunicationError(RuntimeError):
@@ -58,7 +53,6 @@ class GroupState:
 
     handshakes: int = 0  # how many have been begun; equal on all ranks, since a handshake involves all of them
     messages: int = 0  # how many that are polled have been begun since; equal on all ranks
-    gathers: int = 0  # how many gathers in log₂ W rounds have been begun; equal on all ranks
     failed_at: int = -1  # the number of handshakes at which this rank itself failed last
     lost: str | None = None  # why the group cannot be used any more
     conversation: tuple[int, int] = (0, -1)  # the handshake that opened the step, and the backward pass that sends
@@ -94,8 +88,6 @@ class Member(Protocol):
 def started(message: str, begin: Callable[[], Any], member: Member, *, polled: bool) -> Callable[[], None]:
     """Start a message by ``begin``, which returns one or several works or None; the returned function waits for them."""
     status, since = member.state, time.monotonic()
-    if _inherited is not None and dist.group.WORLD is _inherited:
-        raise CommunicationError(f"{_who(member)}: {_FORKED}")
     if status.lost is not None:
         raise CommunicationError(f"{_who(member)}: the process group failed earlier. {status.lost}")
     try:
@@ -270,14 +262,3 @@ def _in_store(function: Callable[[Any], Any]) -> Any:
 
 
 _silent: Any = None  # the store that has not answered
-
-_inherited: Any = None  # the default group that this process has from the rank that it was forked from
-
-
-def _remember_inherited() -> None:
-    global _inherited
-    _inherited = dist.group.WORLD
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_remember_inherited)
