@@ -276,16 +276,6 @@ def test_a_loss_takes_arguments_by_name() -> None:
         close(loss(**named), loss(z(6), y(6)))
 
 
-def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
-    def job() -> list[Tensor]:
-        loss = cz.DistributedLoss(cz.InfoNCE(reduction="none"))
-        return [loss(z(), z()).detach() for _ in range(2)]
-
-    for first, second in worlds.run(2, job):
-        assert len(first) == 4
-        close(second, first)
-
-
 @pytest.mark.parametrize("loss", [cz.NTXent(), lambda a, b: (a * b).sum()], ids=["own", "third-party"])
 def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
     """Embeddings in a cycle would stay in memory until Python's garbage collector runs."""
@@ -323,29 +313,6 @@ def test_attributes_of_the_loss_are_set_through_the_wrapper() -> None:
 
 def other(n: int = 4, seed: int = 0) -> Tensor:
     return numbers(n, D, seed=100 * seed + rank()).requires_grad_()
-
-
-def test_one_tensor_as_both_arguments(worlds: Worlds) -> None:
-    def job() -> tuple[Tensor, Tensor]:
-        x, loss = other(), cz.DistributedLoss(cz.InfoNCE(temperature=0.3))
-        values = torch.stack([loss(x, x) for _ in range(3)])
-        return values.detach(), torch.autograd.grad(values.sum() / 3, x)[0] / dist.get_world_size()
-
-    whole = torch.cat([numbers(4, D, seed=rank) for rank in range(2)]).requires_grad_()
-    value = cz.InfoNCE(temperature=0.3)(whole, whole)
-    values, gradients = zip(*worlds.run(2, job), strict=True)
-    close(torch.stack(values), value.detach().expand(2, 3))
-    close(torch.cat(gradients), torch.autograd.grad(value, whole)[0])
-
-
-def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
-    def job() -> tuple[str | None, bool]:
-        bad = other().detach()
-        bad[0] = torch.nan
-        loss = cz.DistributedLoss(cz.InfoNCE(), process_group=cz.World.of(), check_finite=False, check_distinct=False)
-        return error_message(lambda: loss(bad, other(seed=1))), bool(loss(bad, other(seed=1)).isnan())
-
-    assert worlds.run(2, job) == [(None, True)] * 2
 
 
 def test_subgroups_do_not_share_what_they_reserve(worlds: Worlds) -> None:

@@ -1,9 +1,8 @@
-"""The exchange that opens a step: what follows its header, and what it ends in; a step has one, and computes once."""
+"""The exchange that opens a step: what follows its header, and what it ends in."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.ranks.fingerprint import (
     DISTINCT,
     ONE_ROW,
@@ -26,14 +23,9 @@ from contrastive_zoo.ranks.fingerprint import (
     norm_and_sketch,
 )
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
-from contrastive_zoo.ranks.messages import begun_handshake
-from contrastive_zoo.ranks.session import agree_on_shards
-from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import drawn, error_message, numbers
-from tests.own_losses import OWN_LOSSES, OwnLoss
-from tools.vectors.cases import VIEWS
+from tests.helpers import error_message, numbers
 
 
 def statement(rows: int = 0, **given: Any) -> Statement:
@@ -157,41 +149,6 @@ def test_a_difference_is_one_error_on_every_rank(worlds: Worlds) -> None:
     for (*_, words), (text, after) in zip(BRINGS, one, strict=True):
         assert (text is None) if words is None else (words in str(text))
         assert after == (3, 3)
-
-
-WHOLE = drawn(OWN_LOSSES, (False,), one_in=6)
-
-
-def in_a_step(case: OwnLoss, *, in_parts: bool) -> int:
-    torch.manual_seed(0)
-    loss = cz.DistributedLoss(case.make(), check_distinct=False).double()
-    arguments = case.arguments(dist.get_rank(), dist.get_world_size())
-    with (
-        splitting(always=in_parts),
-        patch("contrastive_zoo.ranks.handshake.begun_handshake", wraps=begun_handshake) as handshakes,
-    ):
-        loss(*arguments.values()).sum().backward()
-    return handshakes.call_count
-
-
-def test_every_step_has_one(worlds: Worlds) -> None:
-    """A batch that ranks compute in parts has; so has one that every rank computes whole, in a part of the cases."""
-    table = dict.fromkeys([*drawn(OWN_LOSSES, (True,), one_in=1), *WHOLE], 1)
-
-    def job() -> dict[tuple[str, bool], int]:
-        return {key: in_a_step(OWN_LOSSES[key[0]], in_parts=key[1]) for key in table}
-
-    assert worlds.run(2, job) == [table] * 2
-
-
-class ShakesHandsTwice(TwoViewLoss):
-    def compute(self, batch: Batch) -> Tensor:
-        agree_on_shards("ShakesHandsTwice", batch.rows, world=batch.world)
-        return batch.first.sum()
-
-
-def test_a_second_one_is_counted(worlds: Worlds) -> None:
-    assert worlds.run(2, lambda: in_a_step(OwnLoss(ShakesHandsTwice, VIEWS), in_parts=True)) == [2, 2]
 
 
 F32 = torch.finfo(torch.float32).eps

@@ -67,7 +67,6 @@ def late_messages() -> Iterator[None]:
             (world, "all_gather_single", 0),
             (dist, "all_reduce", None),  # in place
             (dist, "broadcast", None),
-            (dist, "reduce", None),
         ]:
             stack.enter_context(patch.object(module, name, late(getattr(module, name), receives=receives)))
         stack.enter_context(patch.object(dist, "batch_isend_irecv", late_transfers))

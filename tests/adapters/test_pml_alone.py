@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -100,9 +99,6 @@ def same(found: Any, expected: Any) -> bool:
     )
 
 
-IN_SHORT = ("rows and labels", "two views", "reference rows", "nothing", "too few labels", "NaN", "no rows")
-
-
 def noticed(loss: str, grad_reduction: str, calls: Iterable[str] = CALLS) -> list[str]:
     def wrapped() -> nn.Module:
         return cz.DistributedLoss(Case(loss).construct()[0], grad_reduction=grad_reduction)
@@ -118,15 +114,6 @@ def noticed(loss: str, grad_reduction: str, calls: Iterable[str] = CALLS) -> lis
 @pytest.mark.parametrize("loss", parts(losses))
 def test_every_call_is_equal_without_a_process_group(loss: str) -> None:
     assert noticed(loss, "mean") == []
-
-
-def test_every_call_is_equal_with_a_process_group_of_one(worlds: Worlds) -> None:
-    def job() -> list[str]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return [f"{loss}: {line}" for loss in parts(losses) for line in noticed(loss, "sum", IN_SHORT)]
-
-    assert worlds.run(1, job) == [[]]
 
 
 def test_a_wrapper_that_changes_a_call_is_detected() -> None:
