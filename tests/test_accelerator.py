@@ -180,13 +180,6 @@ def labelled_on_rank_0(put: Put) -> Any:
     return [value_and_gradients(loss, [put(x), labels]) for loss in wrapped for _ in range(2)]
 
 
-def padded(put: Put) -> Any:
-    x = samples()[0][:, None].expand(-1, 3 + (dist.get_rank() if dist.is_initialized() else 0), -1).contiguous()
-    mask = torch.ones(x.shape[:2], dtype=torch.bool)
-    pooled = cz.DistributedLoss(lambda z, mask: (z * mask[..., None]).sum(1).std(), pad_dims={"z": 1, "mask": 1})
-    return value_and_gradients(nn.ModuleList([pooled])[0], [put(x), put(mask)])
-
-
 def remembered_by_losses(put: Put) -> Any:
     x = samples()[0].abs()
     nnclr, ressl = (cz.DistributedLoss(put(make(size=20, embedding_size=4))) for make in (cz.NNCLR, cz.ReSSL))
@@ -214,7 +207,7 @@ ENTRIES: dict[str, Callable[[Put], Any]] = {
     entry.__name__: entry
     for entry in (
         searched, compared, collected, judged, mined, mined_by_pml, monitored, remembered, compared_with_memory, momentum,
-        cached, messages, messages_of_one_rank, in_a_ring, third_party, labelled_on_rank_0, padded,
+        cached, messages, messages_of_one_rank, in_a_ring, third_party, labelled_on_rank_0,
         remembered_by_losses, sampled,
     )
 }  # fmt: skip

@@ -181,7 +181,6 @@ def tokens_beside_a_mask_or_labels() -> None:
     tokens = numbers(n, 5, D, seed=dist.get_rank())
     called(tokens, torch.ones(n, 5))
     called(tokens, torch.arange(n))
-    called(tokens, None, pad_dims={"z": 1})
     called(tokens, None, batch_dim={"z": 0})
 
 

@@ -211,7 +211,7 @@ def copied(labels: Tensor) -> Any:
 
 
 INDICES, SAME, X, C = (torch.tensor([0]),) * 3, numbers(4, 3, seed=1), torch.ones(3, 2), cz.collectives
-YES, LIST = torch.arange(5) % 3, "is a list of … pad_sequence( … pad_dims={ … batch_dim={"
+YES, LIST = torch.arange(5) % 3, "is a list of … pad_sequence( … batch_dim={"
 EQUAL = "other is equal on every rank … shared={'other'}"
 STACK = "samples or 5 … batch_dim={'z': 1} … batch_dim={'z': 0}"
 NO_INDICES = "holds integers, but not one for each embedding … find them in the loss … batch_dim={'other"

@@ -120,8 +120,7 @@ def statements_difference(signatures: list[str]) -> str:
             )
         for what, a, b in zip(("dtype", "width", "gradient"), first.split("|"), second.split("|"), strict=True):
             if a != b:
-                words = {"first": _in_words(a), "second": _in_words(b), "padding": _padding_advice(name, a, b)}
-                return _DIFFERENCES[what].format(name=name, other=other, **words)
+                return _DIFFERENCES[what].format(name=name, other=other, first=_in_words(a), second=_in_words(b))
     raise AssertionError(f"digests differ, signatures do not: {signatures}")
 
 
@@ -129,24 +128,12 @@ _DIFFERENCES = {
     "dtype": "ranks disagree on the dtype of {name}: rank 0 brought {first}, rank {other} brought {second}. "
     "Every rank must run under the same precision.",
     "width": "ranks disagree on the width of {name}: rank 0 brought {first}, rank {other} brought {second}. "
-    "Rows are as wide on every rank: use the same encoder head{padding}.",
+    "Rows are as wide on every rank: use the same encoder head, and pad tokens to one length on every rank. If another "
+    "dimension than 0 counts the samples of a third-party loss, pass batch_dim, such as {{{name!r}: 1}}.",
     "gradient": "ranks disagree on whether {name} carry a gradient: rank 0 brought rows{first}, rank {other} rows"
     "{second}. A rank without samples must still run the encoder on its empty batch, or its backward pass "
     "would leave the others waiting.",
 }
-
-
-def _padding_advice(name: str, first: str, second: str) -> str:
-    """The option for rows of several dimensions, of which one differs; nothing for other rows."""
-    sizes = [text.strip("[]").split(", ") for text in (first, second)]
-    differ = [index + 1 for index, (a, b) in enumerate(zip(*sizes, strict=False)) if a != b]
-    if len(sizes[0]) != len(sizes[1]) or len(differ) != 1 or differ[0] == len(sizes[0]):  # the last is the width
-        return ""
-    option = f"{{{name!r}: {differ[0]}}}"
-    return (
-        f", or DistributedLoss(loss, pad_dims={option}) for a third-party loss that ignores padding, or batch_dim={option} "
-        "if that dimension counts samples"
-    )
 
 
 def _in_words(text: str) -> str:

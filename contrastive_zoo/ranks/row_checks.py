@@ -16,12 +16,9 @@ from contrastive_zoo.ranks.devices import ValueCheck
 from contrastive_zoo.ranks.suggestions import first_time, warn_once
 
 
-def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False) -> str:
+def row_kind(tensor: Tensor, *, device: bool = False) -> str:
     """The dtype, the shape of a row and whether it carries a gradient, as text."""
-    shape: tuple[int | str, ...] = tensor.shape[1:]
-    if ragged:
-        shape = tuple("*" if i in ragged else x for i, x in enumerate(shape, 1))
-    kind = _kind(tensor.dtype, shape, tensor.requires_grad and torch.is_grad_enabled())
+    kind = _kind(tensor.dtype, tensor.shape[1:], tensor.requires_grad and torch.is_grad_enabled())
     return kind if not device or tensor.is_cpu else f"{kind} on {tensor.device.type}"
 
 
@@ -115,7 +112,7 @@ _PLAIN_DTYPES = frozenset(
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(dtype: torch.dtype, shape: tuple[int | str, ...], has_gradient: bool) -> str:
+def _kind(dtype: torch.dtype, shape: torch.Size, has_gradient: bool) -> str:
     sizes = ", ".join(map(str, shape))
     return f"{str(dtype).removeprefix('torch.')}|[{sizes}]|{' with gradient' if has_gradient else ''}"
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
@@ -63,22 +62,15 @@ class Arguments:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of samples, then the size of each dimension that is padded; 0 where there are no rows."""
-        counts = list(map(len, self.rows.values()))
-        padded = [(self.rows[path], dim) for path, dim in self._padded_dims] if self.roles.pad_dims else ()
-        return [*counts, *(x.shape[dim] if len(x) else 0 for x, dim in padded)] if padded else counts
-
-    @property
-    def _padded_dims(self) -> list[tuple[str, int]]:
-        dims = [(path, dim) for path, of_path in self.roles.pad_dims.items() if path in self.rows for dim in of_path]
-        return [(path, dim) for path, dim in dims if dim < self.rows[path].ndim]  # others are a problem
+        """The numbers of samples."""
+        return list(map(len, self.rows.values()))
 
     @property
     def compared(self) -> dict[str, str]:
         """What must be the same on every rank: kinds of rows, values of plain arguments, and which are present."""
         others = {path: leaf for path, leaf in self.leaves.items() if not isinstance(leaf, Tensor)}
         return {
-            **{path: row_kind(x, self.roles.pad_dims.get(path, ())) for path, x in self.rows.items()},
+            **{path: row_kind(x) for path, x in self.rows.items()},
             **{f"the shared {path}": _kind(x) for path, x in self.shared.items()},
             **{path: " ".join(map(in_one_line, _contents(leaf))) for path, leaf in others.items()},
             # a loss that declares a default for an argument would hide that the argument is missing on one rank
@@ -110,13 +102,7 @@ class Arguments:
 
     def gathered(self, agreed: Agreed, world: World) -> dict[str, Any]:
         """The arguments with the rows of all ranks."""
-        rows = dict(self.rows)
-        padded = self._padded_dims if self.roles.pad_dims else ()
-        for (path, dim), of in zip(padded, agreed.shards[len(rows) :], strict=True):
-            x = rows[path]
-            # padded with zeros, which get no gradient; rows of a rank that holds none may be cut
-            rows[path] = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, max(of.sizes) - x.shape[dim]])
-        rows = gathered_rows(rows, agreed.shards, agreed.payload, world)
+        rows = gathered_rows(self.rows, agreed.shards, agreed.payload, world)
         if self.roles.batch_dim:
             rows = {path: self.roles.with_rows_back(path, x) for path, x in rows.items()}
         # a tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about

@@ -1,7 +1,7 @@
 """DistributedLoss makes any loss a function of the global batch."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, Literal
 
 import torch
@@ -96,8 +96,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         check_equal: compare parameters, buffers and results between ranks, without a further message.
         check_distinct: refuse two ranks with the same embeddings.
         ring: pass candidates from rank to rank instead of gathering them.
-        pad_dims: dimensions of a third-party loss's arguments to pad to one size: ``{"tokens": 1}``.
-        shared: its arguments that are one tensor for all ranks: ``{"prototypes"}``.
+        shared: a third-party loss's arguments that are one tensor for all ranks: ``{"prototypes"}``.
         batch_dim: the dimension that counts samples: ``{"views": 1}``.
 
     Raises:
@@ -128,7 +127,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         check_equal: bool = True,
         check_distinct: bool = True,
         ring: bool = False,
-        pad_dims: Mapping[str, int | Sequence[int]] | None = None,
         shared: Collection[str] | None = None,
         batch_dim: Mapping[str, int] | None = None,
     ) -> None:
@@ -150,8 +148,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.check_finite = check_finite
         self.check_equal = check_equal
         self.check_distinct = check_distinct
-        roles = roles_of(loss, shared, batch_dim, pad_dims)
-        self.pad_dims = roles.pad_dims or None
+        roles = roles_of(loss, shared, batch_dim)
         self.shared = roles.shared or None
         self.batch_dim = roles.batch_dim or None
         self._history = CallHistory()
@@ -183,7 +180,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
         session = looking_later(session, call.inputs.rows)
-        roles = self._roles() if self.shared or self.batch_dim or self.pad_dims else NO_ROLES
+        roles = self._roles() if self.shared or self.batch_dim else NO_ROLES
         step = self, bare, compared_options(self, roles), session
         if isinstance(call, CallInputs):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
@@ -227,8 +224,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         )  # fmt: skip
 
     def _roles(self) -> Roles:
-        stated = self.shared or (), self.batch_dim or {}, self.pad_dims or {}
-        return Roles(tuple(stated[0]), *stated[1:]) if any(stated) else NO_ROLES
+        return Roles(tuple(self.shared or ()), self.batch_dim or {}) if self.shared or self.batch_dim else NO_ROLES
 
     def observe_with(self, observer: Any) -> None:
         """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank.

@@ -137,7 +137,7 @@ def explain(
     first = next((x for x in call.inputs.rows.values() if x.is_floating_point() and x.ndim > 1), None)
     kernels = Kernels(place.type == "cuda" and is_own and first is not None and problem_of(first) is None)
     situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=kernels)
-    may_follow = situation.on_cpu and needs.split is None and wrapper.pad_dims is None
+    may_follow = situation.on_cpu and needs.split is None
     situation = situation._replace(payload=may_follow and 0 < situation.payload_bytes <= PAYLOAD_LIMIT)
     labels = [x for x in arguments if not (x.is_meta or x.is_floating_point()) and x.ndim == 1]
     classes = len(labels[0].unique()) if labels else None

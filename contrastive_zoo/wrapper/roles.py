@@ -22,7 +22,6 @@ class Roles:
 
     shared: tuple[str, ...] = ()  # those that are equal on every rank, which each rank computes with its own of
     batch_dim: Mapping[str, int] = field(default_factory=dict)  # the dimension that counts samples
-    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by path, those that are padded
 
     def __str__(self) -> str:
         # sorted: ranks compare it, and a set or a dict may stand in another order on each
@@ -37,7 +36,7 @@ class Roles:
 
     def has_samples(self, path: str) -> bool:
         """Return whether it is stated that an argument holds samples."""
-        return self.dim(path) is not None or path in self.pad_dims
+        return self.dim(path) is not None
 
     def with_rows_first(self, path: str, x: Any) -> Any:
         """A tensor with its rows in dimension 0; anything else, and a tensor without that dimension, unchanged."""
@@ -54,42 +53,26 @@ class Roles:
         return {name: self.with_rows_first(name, x) for name, x in arguments.items() if not self.is_shared(name)}
 
     def problem(self, leaves: Mapping[str, Any]) -> str | None:
-        for option in ("pad_dims", "shared", "batch_dim"):
+        for option in ("shared", "batch_dim"):
             for name in getattr(self, option):
-                if name not in leaves and (option == "pad_dims" or not any(_covers(name, path) for path in leaves)):
+                if not any(_covers(name, path) for path in leaves):
                     names = ", ".join(leaves)
                     return f"{option} names {name}, which is no argument of this call. Its arguments are {names}."
-        dims = [("pad_dims", path, of_path) for path, of_path in self.pad_dims.items()]
-        dims += [("batch_dim", path, (dim,)) for path in leaves if (dim := self.dim(path)) is not None]
-        for option, path, of_path in dims:
-            x = leaves[path]
-            if x is not None and not (isinstance(x, Tensor) and max(of_path) < x.ndim):
-                stated = of_path if len(of_path) > 1 else of_path[0]
+        for path, x in leaves.items():
+            dim = self.dim(path)
+            if dim is not None and x is not None and not (isinstance(x, Tensor) and dim < x.ndim):
                 shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                return f"{option}[{path!r}] is {stated}, which is no dimension of {shape}."
+                return f"batch_dim[{path!r}] is {dim}, which is no dimension of {shape}."
         return None
 
 
 NO_ROLES = Roles()
 
 
-def roles_of(
-    loss: Any,
-    shared: Collection[str] | None,
-    batch_dim: Mapping[str, int] | None,
-    pad_dims: Mapping[str, int | Sequence[int]] | None,
-) -> Roles:
+def roles_of(loss: Any, shared: Collection[str] | None, batch_dim: Mapping[str, int] | None) -> Roles:
     """Return the options as roles; refuse what they cannot be, and any of them for a loss that takes none."""
     names = () if shared is None else shared
     dims = {} if batch_dim is None else batch_dim
-    widths = pad_dims.items() if isinstance(pad_dims, Mapping) else ()
-    padded = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in widths}
-    is_wrong = pad_dims is not None and not isinstance(pad_dims, Mapping)
-    if is_wrong or not all(x and all(is_integer(i, at_least=1) for i in x) for x in padded.values()):
-        raise ValueError(
-            "DistributedLoss: pad_dims are the padded dimensions, 1 or more, by the name of the argument, such as "
-            f"{{'tokens': 1, 'mask': 1}}, got {pad_dims!r}. Dimension 0 counts samples and needs no padding."
-        )
     if isinstance(names, str) or not (isinstance(names, Collection) and all(isinstance(x, str) for x in names)):
         raise ValueError(
             "DistributedLoss: shared is the set of the arguments that are equal on every rank, such as {'prototypes'}, got "
@@ -102,24 +85,15 @@ def roles_of(
             "DistributedLoss: batch_dim is the dimension that counts samples, 0 or more, by the name of the argument, such "
             f"as {{'views': 1}}, got {batch_dim!r}."
         )
-    by_option = {"shared": sorted(names), "batch_dim": dims, "pad_dims": padded}
-    stated = [(option, name) for option, of_option in by_option.items() for name in of_option]
-    for (option, first), (other, second) in itertools.combinations(stated, 2):
-        if option != other and (_covers(first, second) or _covers(second, first)):
-            raise ValueError(
-                f"DistributedLoss: {second} stands in {option} and in {other}. An argument has one of shared, batch_dim "
-                "and pad_dims."
-            )
+    if twice := [first for first in dims for second in names if _covers(first, second) or _covers(second, first)]:
+        raise ValueError(f"DistributedLoss: {twice[0]} stands in shared and in batch_dim. An argument has one of them.")
     bare = without_ddp(loss)
-    for options, what, reason, fix in (
-        (padded, "pad_dims is", "takes sizes that differ between ranks where it can", "Leave pad_dims out."),
-        (names or dims, "shared and batch_dim are", "knows its arguments", "Leave them out."),
-    ):
-        if options and isinstance(bare, Loss):
-            raise ValueError(
-                f"DistributedLoss: {what} for a third-party loss that every rank computes; {loss_name(bare)} {reason}. {fix}"
-            )
-    return Roles(tuple(sorted(names)), dict(dims), padded)
+    if (names or dims) and isinstance(bare, Loss):
+        raise ValueError(
+            "DistributedLoss: shared and batch_dim are for a third-party loss that every rank computes; "
+            f"{loss_name(bare)} knows its arguments. Leave them out."
+        )
+    return Roles(tuple(sorted(names)), dict(dims))
 
 
 def _covers(name: str, path: str) -> bool:
@@ -199,8 +173,8 @@ def _pair(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
 
 _ONE_EACH = (
     "{name} is a list of {count} tensors that do not hold the same samples. If each holds one sample, pass one tensor of "
-    "all, torch.nn.utils.rnn.pad_sequence({name}, batch_first=True), with its mask and "
-    "DistributedLoss(loss, pad_dims={{{quoted}: 1}}). batch_dim={{{quoted}: 0}} says that each holds as many as it has rows."
+    "all, torch.nn.utils.rnn.pad_sequence({name}, batch_first=True), padded to one length on every rank, with its mask. "
+    "batch_dim={{{quoted}: 0}} says that each holds as many as it has rows."
 )
 
 _EQUAL = (

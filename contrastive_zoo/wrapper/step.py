@@ -47,7 +47,7 @@ def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
     """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
     compared = {"grad_reduction": wrapper.grad_reduction, "training": str(wrapper.training), "ring": str(wrapper.ring)}
     compared[ROLES] = "" if roles is NO_ROLES else str(roles)
-    return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared
+    return compared
 
 
 @dataclass
@@ -336,7 +336,7 @@ class ThirdPartyStep(DistributedStep):
             or (None if self.history.calls else row_numbers_problem(self.rows, self.without_role)),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
-            payload=None if call.roles.pad_dims else payload_of(self.rows.values(), self.session),
+            payload=payload_of(self.rows.values(), self.session),
         )
 
     def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:

@@ -202,9 +202,6 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: hard_negatives(queries=np.array(["a", "b"])), "queries must be a tensor"),
     (lambda: cz.metrics.evaluate(Z, labels=LABELS, ignore_label=2**70), "ignore_label is an integer of 64 bits"),
     (lambda: cz.collectives.replicated([1.0]), "replicated: x must be a tensor, got list"),
-    (lambda: cz.DistributedLoss(cz.MaxSim(), pad_dims={"queries": 1}), "pad_dims is for a third-party loss"),
-    (lambda: cz.DistributedLoss(third_party, pad_dims={"weights": 0}), "pad_dims are the padded dimensions, 1 or more"),
-    (lambda: cz.DistributedLoss(third_party, pad_dims=["weights"]), "got ['weights']"),
     (lambda: cz.DistributedLoss(third_party, shared="weights"), "shared is the set of the arguments … got 'weights'"),
     (lambda: cz.DistributedLoss(third_party, shared={1}), "such as {'prototypes'}, got {1}"),
     (lambda: cz.DistributedLoss(third_party, batch_dim={"weights": -1}), "batch_dim is … got {'weights': -1}"),
@@ -212,10 +209,6 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (
         lambda: cz.DistributedLoss(third_party, shared={"weights"}, batch_dim={"weights": 1}),
         "weights stands in shared and in batch_dim",
-    ),
-    (
-        lambda: cz.DistributedLoss(third_party, batch_dim={"crops[0]": 1}, pad_dims={"crops": 2}),
-        "crops stands in batch_dim and in pad_dims",
     ),
     (lambda: cz.DistributedLoss(cz.SupCon(), shared={"labels"}), "are for a third-party loss … SupCon knows its"),
     (lambda: cz.DistributedLoss(cz.NTXent(), grad_reduction="avg"), "'mean' or 'sum' … got 'avg' … DDP"),

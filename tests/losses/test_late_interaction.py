@@ -1,4 +1,4 @@
-"""MaxSim and pad_dims: sets of tokens of different size, against all products of tokens on one process."""
+"""MaxSim: sets of tokens of different size, against all products of tokens on one process."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, Largest, close, common_error, distance, numbers, refused
+from tests.helpers import EXACT, Largest, close, distance, numbers, refused
 from tests.losses.zoo_pairs import dense_max_sim, dense_pairwise
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
 
@@ -193,77 +193,6 @@ def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
     words = "ranks disagree on the width of tokens of queries: rank 0 brought d=3, rank 1 brought d=2"
     refused(worlds, 2, lambda: bad(lambda x: [x[..., :2]] * 2), words)
     refused(worlds, 2, lambda: bad(lambda x: [x, x, None, x[..., 0].long()]), "rank 1: … got none in row 1")
-
-
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, tokens: Tensor, mask: Tensor, other: dict[str, Tensor]) -> Tensor:
-        assert mask.dtype == torch.bool
-        products = torch.einsum("iad,jbd->ijab", tokens, other["tokens"])
-        pairs = mask[:, None, :, None] & other["mask"][None, :, None]
-        return F.cross_entropy(self.scale * products.where(pairs, 0).tanh().sum((2, 3)), torch.arange(len(tokens)))
-
-
-def arguments(shard: Shard, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    rows = rows_of(shard, seed)
-    tokens = [rows[name].masked_fill(rows[name] == 100, 7.0).requires_grad_() for name in NAMES[:2]]
-    return tokens[0], rows["query_mask"], {"tokens": tokens[1], "mask": rows["document_mask"]}
-
-
-PADDED = {"tokens": 1, "mask": [1], "other['tokens']": 1, "other['mask']": (1,)}
-
-
-def padded_error(steps: Sequence[Sequence[Shard]], trainer: Any) -> float:
-    rank, world, errors = dist.get_rank(), dist.get_world_size(), []
-    loss, alone = cz.DistributedLoss(Pooled(), pad_dims=PADDED, grad_reduction=trainer), Pooled()
-    factor = world if trainer == "mean" else 1
-    for index, shards in enumerate(steps):
-        by_rank = [arguments(shard, 100 * index + 20 * r) for r, shard in enumerate(shards)]
-        tokens, mask, other = zip(*by_rank, strict=True)
-        parts = [tokens, mask, [x["tokens"] for x in other], [x["mask"] for x in other]]
-        q, q_mask, d, d_mask = (torch.cat([resized(x, max(y.shape[1] for y in part)) for x in part]) for part in parts)
-        expected = alone(q, q_mask, {"tokens": d, "mask": d_mask})
-        leaves = (by_rank[rank][0], by_rank[rank][2]["tokens"])
-        wanted = torch.autograd.grad(expected, [*leaves, alone.scale])
-        value = loss(*by_rank[rank])
-        found = torch.autograd.grad(value, [*leaves, loss.loss.scale])
-        errors.append(distance(value.detach(), expected.detach()))
-        factors = (factor, factor, factor / world)
-        errors += [distance(x, k * y) for x, y, k in zip(found, wanted, factors, strict=True)]
-    return max(errors)
-
-
-@pytest.mark.parametrize("trainer", ["mean", "sum"])
-@given(steps=trainings())
-def test_a_third_party_loss_of_padded_tokens_is_one_process(trainer: str, steps, worlds: Worlds) -> None:
-    assert max(worlds.run(len(steps[0]), padded_error, steps, trainer)) <= EXACT
-
-
-def test_without_padding_the_error_names_it(worlds: Worlds) -> None:
-    def tokens() -> Tensor:
-        return torch.ones(2, 2 + dist.get_rank(), 3) * dist.get_rank()
-
-    def called(**options: Any) -> Callable[[], Any]:
-        return lambda: cz.DistributedLoss(lambda tokens: tokens.sum(), **options)(tokens())
-
-    def disagreeing() -> Any:
-        return called(pad_dims={"tokens": 1} if dist.get_rank() else None)()
-
-    for bad, said in [
-        (called(), "pad_dims={'tokens': 1}"),
-        (
-            called(pad_dims={"words": 1}),
-            "pad_dims names words, which is no argument of this call. Its arguments are tokens.",
-        ),
-        (called(pad_dims={"tokens": 3}), "pad_dims['tokens'] is 3, which is no dimension of"),
-        (disagreeing, "ranks"),
-    ]:
-        text, after = common_error(worlds, 2, bad, lambda: called(pad_dims={"tokens": 1})().item())
-        assert said in text
-        assert after == [18.0, 18.0]
 
 
 def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], list[str]]:
