@@ -120,7 +120,9 @@ def statements_difference(signatures: list[str]) -> str:
             )
         for what, a, b in zip(("dtype", "width", "gradient"), first.split("|"), second.split("|"), strict=True):
             if a != b:
-                return _DIFFERENCES[what].format(name=name, other=other, first=_in_words(a), second=_in_words(b))
+                # rows of one dimension are embeddings
+                kind = "size" if what == "width" and "," in a else what
+                return _DIFFERENCES[kind].format(name=name, other=other, first=_in_words(a), second=_in_words(b))
     raise AssertionError(f"digests differ, signatures do not: {signatures}")
 
 
@@ -128,8 +130,9 @@ _DIFFERENCES = {
     "dtype": "ranks disagree on the dtype of {name}: rank 0 brought {first}, rank {other} brought {second}. "
     "Every rank must run under the same precision.",
     "width": "ranks disagree on the width of {name}: rank 0 brought {first}, rank {other} brought {second}. "
-    "Rows are as wide on every rank: use the same encoder head, and pad tokens to one length on every rank. If another "
-    "dimension than 0 counts the samples of a third-party loss, pass batch_dim, such as {{{name!r}: 1}}.",
+    "Every rank must use the same encoder head.",
+    "size": "ranks disagree on the width of {name}: rank 0 brought {first}, rank {other} brought {second}. Pad tokens to "
+    "one length on every rank. If dimension 1 of an argument counts samples, pass batch_dim={{{name!r}: 1}}.",
     "gradient": "ranks disagree on whether {name} carry a gradient: rank 0 brought rows{first}, rank {other} rows"
     "{second}. A rank without samples must still run the encoder on its empty batch, or its backward pass "
     "would leave the others waiting.",

@@ -61,11 +61,6 @@ class Arguments:
         return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim and self.roles.is_shared(path)}
 
     @property
-    def sizes(self) -> list[int]:
-        """The numbers of samples."""
-        return list(map(len, self.rows.values()))
-
-    @property
     def compared(self) -> dict[str, str]:
         """What must be the same on every rank: kinds of rows, values of plain arguments, and which are present."""
         others = {path: leaf for path, leaf in self.leaves.items() if not isinstance(leaf, Tensor)}

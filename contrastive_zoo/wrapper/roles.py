@@ -34,10 +34,6 @@ class Roles:
         """The stated dimension; None without a statement."""
         return next((dim for name, dim in self.batch_dim.items() if _covers(name, path)), None)
 
-    def has_samples(self, path: str) -> bool:
-        """Return whether it is stated that an argument holds samples."""
-        return self.dim(path) is not None
-
     def with_rows_first(self, path: str, x: Any) -> Any:
         """A tensor with its rows in dimension 0; anything else, and a tensor without that dimension, unchanged."""
         dim = self.dim(path) if self.batch_dim else None

@@ -310,7 +310,7 @@ class ThirdPartyStep(DistributedStep):
         if isinstance(without_ddp(self.call.loss), Loss):
             return set()
         roles = self.call.roles
-        return {*self.rows} if roles is NO_ROLES else {path for path in self.rows if not roles.has_samples(path)}
+        return {*self.rows} if roles is NO_ROLES else {path for path in self.rows if roles.dim(path) is None}
 
     def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
         """Refuse arguments that no single rank can know to be wrong."""
@@ -331,7 +331,7 @@ class ThirdPartyStep(DistributedStep):
         return Statement(
             self.name,
             of_miner | arguments.compared,
-            arguments.sizes,
+            [*map(len, arguments.rows.values())],
             call.problem(self.session)
             or (None if self.history.calls else row_numbers_problem(self.rows, self.without_role)),
             same=arguments.same,
