@@ -12,15 +12,10 @@ import torch.distributed as dist
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.handshake import shake_hands
 from contrastive_zoo.testing.worlds import RankError, Worlds
-from contrastive_zoo.wrapper.arguments import Arguments
 from tests.random_steps.rank import Action, Played, play
 from tests.random_steps.test_random_steps import SHARED, change, steps
 
-gathered, call = Arguments.gathered, cz.DistributedLoss.forward
-
-
-def without_shift(arguments: Arguments, agreed: Any, world: Any, indices: Any) -> dict[str, Any]:
-    return gathered(arguments, agreed, world)
+call = cz.DistributedLoss.forward
 
 
 def handshake_that_names_its_rank(*args: Any) -> Any:
@@ -48,12 +43,6 @@ def call_that_swallows_errors_on_rank_0(self: cz.DistributedLoss, *args: Any, **
 RESULTS = {"contrastive_zoo.ranks.handshake.results_difference": lambda *_: None}
 HANGS = "one rank refuses, and the others wait"
 MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], str, list[Action], str]] = {
-    "local indices among the rows of all ranks": (
-        {"contrastive_zoo.wrapper.arguments.Arguments.gathered": without_shift},
-        "MNRL with owners",
-        [("set_hook", {"on": True}), *steps()],
-        "AssertionError: value: error",
-    ),
     "embeddings get one rank's share of their gradient": (
         {"contrastive_zoo.wrapper.step.scale_gradient": lambda x, size: x},
         "SupCon",
