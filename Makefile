@@ -23,9 +23,9 @@ $(BIN)/python:
 	touch .venv/.demo-installed $@
 
 # other libraries' loss code, without their dependencies; one that cannot be had is named, skipped and tried again next time
+EACH_INTO = xargs -n 1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --retries=1 --timeout=15 --upgrade --target
 .venv/.peers-installed: .ci/peers.txt .ci/trainers.txt .venv/.installed
-	if $(BIN)/python -m tools.peer_losses.packages .venv/peers && \
-		$(BIN)/python -m tools.peer_losses.packages .venv/trainers trainers.txt; then touch $@; fi
+	if grep == .ci/peers.txt | $(EACH_INTO) .venv/peers && grep == .ci/trainers.txt | $(EACH_INTO) .venv/trainers; then touch $@; fi
 
 demo: .venv/.demo-installed
 	$(BIN)/python -m examples.demo
@@ -145,7 +145,7 @@ test-gpu: .venv/.installed
 
 # peers that cannot be installed are named, and the others are measured
 bench-gpu: .venv/.installed
-	-$(BIN)/python -m tools.peer_losses.packages .venv/gpu-peers gpu-peers.txt
+	-grep == .ci/gpu-peers.txt | $(EACH_INTO) .venv/gpu-peers
 	$(BIN)/python benchmarks/gpu.py --peers .venv/gpu-peers --out gpu-times.md
 	count=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && if [ $$count -gt 1 ]; then \
 		$(BIN)/torchrun --standalone --nproc-per-node=$$count benchmarks/gpu_ranks.py --out gpu-ranks.md; fi

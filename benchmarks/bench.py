@@ -2,7 +2,7 @@
 
 python benchmarks/bench.py [--docs] [--only TEXT …]
 
-The losses of lightly and open_clip are those of ``python -m tools.peer_losses.packages .venv/peers``; a peer that is not
+The losses of lightly and open_clip are those of ``make .venv/.peers-installed``; a peer that is not
 installed is reported as absent. Everything runs on the CPU; gpu.py measures kernels. Results are stored in
 benchmarks/results/cpu.json; --only measures again the cases of a group, or whose name contains a text.
 """

@@ -107,17 +107,11 @@ DDP_AROUND = {
     "nn.Linear(128, 32))": "nn.Linear(128, 32)), 16)",
     "cz.GradCache(model, chunk_size=16)": "model",
 }
-HOOKS = """loss_fn = DistributedDataParallel(loss_fn)
-add_up = lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda x: x.value()[0])
-for module in (model, loss_fn):
-    module.register_comm_hook(None, add_up)
-optimizer = """
 OF_A_SUM = {"(0.5))": '(0.5)), grad_reduction="sum"'}
 IN_FLOAT64 = {"enabled=False": "enabled=True", 'torch.autocast("cpu", torch.bfloat16)': "torch.enable_grad()"}
 
 RIGHT = [
     ("amp", IN_FLOAT64),
-    ("ddp", {"optimizer = ": HOOKS, **OF_A_SUM}),
     ("fabric", {"loss_fn.to(fabric.device)": "fabric.setup_module(loss_fn)"}),
     ("fsdp", {"optimizer = ": "fully_shard(loss_fn)\noptimizer = "}),
     ("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED, **OF_A_SUM}),

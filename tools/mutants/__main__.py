@@ -20,10 +20,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 from tools import pages
@@ -40,7 +38,6 @@ TESTS = {
 """The tests of a mutated room, and doctests of the module; those of whole trainings take longer."""
 
 RESULTS = Path("mutants.json")
-JOBS = 2  # mutants that are tried at the same time
 WORLD_TIMEOUT = 20  # seconds of a job of several ranks
 SECONDS = 1800.0  # limit of the tests of one mutant
 
@@ -83,22 +80,13 @@ def verdict(tests: Sequence[str], root: Path, seconds: float = SECONDS) -> Resul
 
 
 def attempts(todo: Sequence[Mutant]) -> Iterator[tuple[Mutant, Result]]:
-    """Try mutants, as many at the same time as there are copies of the repository."""
+    """Try mutants one after the other in a copy of the repository."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "site", "shared")
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
-        copies: Queue[Path] = Queue()
-        for number in range(JOBS):
-            copies.put(Path(shutil.copytree(pages.ROOT, Path(folder, str(number)), ignore=ignored)))
-
-        def attempt(mutant: Mutant) -> tuple[Mutant, Result]:
-            root = copies.get()
-            try:
-                with planted(mutant, root):
-                    return mutant, verdict(tests_of(mutant), root)
-            finally:
-                copies.put(root)
-
-        yield from pool.map(attempt, todo)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(shutil.copytree(pages.ROOT, Path(folder, "copy"), ignore=ignored))
+        for mutant in todo:
+            with planted(mutant, root):
+                yield mutant, verdict(tests_of(mutant), root)
 
 
 def untried(results: list[Result]) -> list[Mutant]:

@@ -1,13 +1,12 @@
 """The packages whose losses are compared, and how their loss code is loaded without what the packages depend on.
 
-``python -m tools.peer_losses.packages FOLDER [FILE]`` installs those of ``.ci/peers.txt``, or of another file beside it,
-each by itself: one that cannot be had stops no other, and its tests are skipped with its name.
+``make .venv/.peers-installed`` installs those of ``.ci/peers.txt``, each by itself: one that cannot be had stops no other,
+and its tests are skipped with its name.
 """
 
 import importlib
 import importlib.machinery
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,6 @@ from typing import Any
 from tools.pages import ROOT
 
 FOLDER = ROOT / ".venv" / "peers"
-PIP = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries=1", "--timeout=15"]
-"""A machine without a network is told so by one retry, not by five."""
 
 
 def required(file: str = "peers.txt") -> dict[str, str]:
@@ -42,17 +39,6 @@ def installed(*folders: Path | str) -> dict[str, str]:
 def missing(folder: Path | str, packages: Mapping[str, str]) -> list[str]:
     found = installed(folder)
     return [f"{x}=={version}" for x, version in packages.items() if found.get(x.replace("_", "-")) != version]
-
-
-def install(folder: Path | str, packages: Mapping[str, str]) -> list[str]:
-    """Install what is missing, and return what could not be installed, each with pip's last line."""
-    failed = []
-    for requirement in missing(folder, packages):
-        command = [sys.executable, *PIP, "--upgrade", "--target", str(folder), requirement]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            failed.append(f"{requirement}: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
-    return failed
 
 
 HEAVY = {
@@ -188,12 +174,3 @@ def loaded(module: str) -> ModuleType:
         raise ModuleNotFoundError(f"{package} is not in {FOLDER}", name=package)
     (root,) = spec.submodule_search_locations
     return importlib.import_module(module) if package in WHOLE else load(Path(root).parent, module)
-
-
-if __name__ == "__main__":
-    into, *files = sys.argv[1:]
-    Path(into).mkdir(parents=True, exist_ok=True)
-    failed = install(into, required(*files))
-    for line in failed:
-        print("not installed, and left out:", line)
-    sys.exit(bool(failed))
