@@ -113,6 +113,13 @@ def _(x: Any) -> None:
     x.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
 
 
+@variant('"sum" with a trainer that sums')
+def _(x: Any) -> None:
+    x.loss_fn = DistributedDataParallel(cz.DistributedLoss(make_loss(), grad_reduction="sum"))
+    for module in (x.model, x.loss_fn):
+        module.register_comm_hook(None, add_up)
+
+
 @variant('"mean" with a trainer that sums', "trainer sums")
 def _(x: Any) -> None:
     x.model.register_comm_hook(None, add_up)

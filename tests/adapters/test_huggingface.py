@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
+from tests.audit_trainings import audit_apart
 from tests.digits import make_dataset, make_encoder, make_loader, make_loss
 from tests.helpers import EVERY_CASE, as_torchrun, error_message
 
@@ -161,6 +162,25 @@ WITHOUT_THE_MIXIN = {
 @pytest.mark.parametrize("what", WITHOUT_THE_MIXIN)
 def test_a_trainer_without_the_mixin_is_wrong(what: str, trainers: Worlds) -> None:
     assert max(trainers.run(2, deviation, WITHOUT_THE_MIXIN[what]._replace(kind=PlainTrainer))) > 0.5
+
+
+NAMED = {
+    "loss × W": "times W",
+    "loss parameters never zeroed": "never zeroed",
+    "loss parameters not in the optimizer": "not optimized",
+}
+
+
+def run(what: str) -> None:
+    train(WITHOUT_THE_MIXIN[what]._replace(kind=PlainTrainer))
+
+
+@pytest.mark.audit
+@pytest.mark.filterwarnings("ignore")  # the Trainer warns when it is imported
+@pytest.mark.parametrize("what", [*NAMED][:: 1 if EVERY_CASE else 2])
+def test_the_audit_names_it(what: str) -> None:
+    report = audit_apart(__name__, what)
+    assert NAMED[what] in [x.mistake for x in report.findings], str(report)
 
 
 def evaluation_loss(kind: Any) -> float:
