@@ -171,13 +171,6 @@ def doubled(module: nn.Module, of_inputs: Sequence[Tensor | None], *_: Any) -> t
     return tuple(None if x is None else 2 * x for x in of_inputs)
 
 
-def patched() -> cz.SupCon:
-    loss = cz.SupCon()
-    forward = loss.forward
-    loss.forward = lambda z, labels=None: forward(z - z.mean(0), labels)
-    return loss
-
-
 HOOKS: dict[str, Callable[..., Any]] = {
     "forward_pre": centred,
     "forward": lambda module, args, value: value * args[0].square().mean(),
@@ -186,9 +179,13 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def hooked(kind: str) -> cz.SupCon:
+def with_code(kind: str) -> cz.SupCon:
+    """Return a loss with a hook, or with a forward of its own."""
     loss = cz.SupCon()
-    getattr(loss, f"register_{kind}_hook")(HOOKS[kind])
+    if kind in HOOKS:
+        getattr(loss, f"register_{kind}_hook")(HOOKS[kind])
+    else:
+        loss.forward = lambda z, labels: cz.SupCon.forward(loss, z - z.mean(0), labels)
     return loss
 
 
@@ -216,8 +213,7 @@ STATEFUL: dict[str, Callable[[], Any]] = {
     "a bank": Bank,
     "a forward of its own": OwnForward,
     "a call of its own": OwnCall,
-    "a patched forward": patched,
-    **{f"{kind} hook": functools.partial(hooked, kind) for kind in HOOKS},
+    **{kind: functools.partial(with_code, kind) for kind in (*HOOKS, "a patched forward")},
     "a forward of its own in a sum": lambda: cz.WeightedSum([OwnForward(), cz.Triplet()]),
 }
 """Labelled losses of user code that moves a state, or sees the embeddings."""
