@@ -183,7 +183,7 @@ DIFFERENCES = {
     ("Clip", "no gradients"): "carry a gradient",
     ("NTXent", "inference mode"): "carry a gradient",
     ("Clip", "grad_reduction=sum"): "grad_reduction: rank 0 has mean, rank 1 has sum",
-    ("Clip", "rows with the negative bit"): "right",
+    ("partial", "rows with the negative bit"): "right",
     ("hides in compute", "a number in a closure"): "the same samples",
     ("hides in rows", "a number in a closure"): "the same anchor",
     ("closure", "power grows"): "its last value came out differently",
