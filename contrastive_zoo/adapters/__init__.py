@@ -5,7 +5,7 @@ from typing import Any
 
 from contrastive_zoo.ranks.suggestions import missing
 
-_MODULES = ("huggingface", "open_clip", "sentence_transformers", "torchmetrics")
+_MODULES = ("huggingface", "open_clip", "sentence_transformers")
 
 
 def __getattr__(name: str) -> Any:

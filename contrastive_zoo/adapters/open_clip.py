@@ -1,23 +1,18 @@
-"""Losses that are called as open_clip calls its own, on the pairs of all ranks. open_clip itself is not imported."""
+"""open_clip's losses of pairs, called as it calls its own, on the pairs of all ranks. open_clip itself is not imported."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import at_least_float32
-from contrastive_zoo.loss_base.loss import Inputs, Loss
-from contrastive_zoo.losses.distillation import ClipDistillation
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.info_nce import Clip
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 _OF_OPEN_CLIP = ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod", "dist_impl")
-
-Losses = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class ClipLoss(nn.Module):
@@ -62,7 +57,7 @@ class ClipLoss(nn.Module):
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
-    ) -> Losses:
+    ) -> Tensor | dict[str, Tensor]:
         """Return the loss of all ranks' pairs, from this rank's."""
         loss = self._contrastive_loss(image_features, text_features, logit_scale, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -98,95 +93,6 @@ class SigLipLoss(ClipLoss):
         return _value(self.contrastive, images, texts, temperature=_inverse(scale), logit_bias=bias.view_as(bias))
 
 
-class CoCaLoss(ClipLoss):
-    """Compute CLIP's loss and the mean cross-entropy of the caption's tokens by the call of open_clip's ``CoCaLoss``.
-
-    Called as :class:`ClipLoss`, with ``logits``, [n, tokens, words], and ``labels``, [n, tokens], too.
-
-    Args:
-        caption_loss_weight: weight of the mean over tokens.
-        clip_loss_weight: weight of CLIP's loss, which is not computed where it is 0.
-        pad_id: the label of padding.
-        options: those of :class:`contrastive_zoo.DistributedLoss`.
-
-    Raises:
-        ValueError: as :class:`ClipLoss`.
-
-    Examples:
-        >>> import torch
-        >>> eye, labels = torch.eye(2), torch.tensor([[1, 0], [2, 1]])
-        >>> CoCaLoss(2.0, 1.0)(eye, eye, torch.zeros(2, 2, 3), labels, torch.tensor(1.0))   # …, 2 log 3
-        (tensor(0.3133), tensor(2.1972))
-    """
-
-    def __init__(self, caption_loss_weight: float, clip_loss_weight: float, pad_id: int = 0, **options: Any) -> None:
-        super().__init__(**options)
-        self.caption_loss_weight, self.clip_loss_weight, self.pad_id = caption_loss_weight, clip_loss_weight, pad_id
-        self.caption = DistributedLoss(_MeanOverTokens(), **options)
-
-    def forward(  # type: ignore[override]  # open_clip's has other arguments, too
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logits: Tensor,
-        labels: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        output_dict: bool = False,
-    ) -> Losses:
-        """Return both losses, each with its weight."""
-        clip, weight = logits.new_zeros(()), self.clip_loss_weight
-        if weight:
-            clip = weight * self._contrastive_loss(image_features, text_features, logit_scale, logit_bias)
-        of_tokens = F.cross_entropy(logits.mT, labels, ignore_index=self.pad_id, reduction="none").sum(1)
-        caption = self.caption_loss_weight * self.caption(of_tokens, (labels != self.pad_id).sum(1))
-        return {"contrastive_loss": clip, "caption_loss": caption} if output_dict else (clip, caption)
-
-
-class DistillClipLoss(ClipLoss):
-    """Compute CLIP's loss and that of a teacher's softmax by the call of open_clip's ``DistillClipLoss``.
-
-    Called as :class:`ClipLoss`, with the same options and errors, and with the teacher's ``dist_image_features``,
-    ``dist_text_features`` and ``dist_logit_scale``, which get no gradient.
-
-    Examples:
-        >>> import torch
-        >>> eye, one = torch.eye(2), torch.tensor(1.0)
-        >>> DistillClipLoss()(eye, eye, one, torch.ones(2, 2), torch.ones(2, 2), one)   # …, log(e + 1) − ½
-        (tensor(0.3133), tensor(0.8133))
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        teacher = ClipDistillation(temperature=1.0, teacher_temperature=1.0, weight=1.0, normalize=False)
-        self.distillation = DistributedLoss(teacher, **options)
-
-    def forward(  # type: ignore[override]  # open_clip's has other arguments, too
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        dist_image_features: Tensor,
-        dist_text_features: Tensor,
-        dist_logit_scale: Tensor,
-        output_dict: bool = False,
-    ) -> Losses:
-        """Return both losses."""
-        clip = self._contrastive_loss(image_features, text_features, logit_scale)
-        features = image_features, text_features, dist_image_features, dist_text_features
-        scales = {"temperature": _inverse(logit_scale), "teacher_temperature": _inverse(dist_logit_scale).detach()}
-        distilled = _value(self.distillation, *features, **scales)
-        return {"contrastive_loss": clip, "distill_loss": distilled} if output_dict else (clip, distilled)
-
-
-class _MeanOverTokens(Loss):
-    def inputs(self, losses: Tensor, tokens: Tensor) -> Inputs:
-        return Inputs({"losses": losses, "tokens": tokens})
-
-    def compute(self, batch: Batch) -> Tensor:
-        return batch.reduce(batch.rows["losses"], batch.rows["tokens"])
-
-
 def _inverse(logit_scale: Tensor) -> Tensor:
     """Return the temperature, in float32 or wider: the inverse of a scale in bfloat16 would be rounded once more."""
     return 1 / at_least_float32(logit_scale)
@@ -203,4 +109,4 @@ def _value(loss: DistributedLoss[Tensor], *rows: Tensor, **settings: Tensor) -> 
             setattr(loss, name, 1.0)
 
 
-__all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss"]
+__all__ = ["ClipLoss", "SigLipLoss"]

@@ -125,8 +125,8 @@ def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, inspect.Signat
         return loss, miner, None
     if kind.__module__.startswith("open_clip."):
         raise ValueError(
-            f"DistributedLoss: prefer_native=True replaces no loss of open_clip, which takes its scale at the call. Use "
-            f"contrastive_zoo.adapters.open_clip.{kind.__name__}(), or leave out prefer_native."
+            "DistributedLoss: prefer_native=True replaces no loss of open_clip, which takes its scale at the call. Use "
+            "contrastive_zoo.adapters.open_clip.ClipLoss() or SigLipLoss(), or leave out prefer_native."
         )
     # imported here: pytorch-metric-learning is an optional dependency
     with needed("prefer_native=True", "contrastive_zoo[pml]"):
