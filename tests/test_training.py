@@ -199,8 +199,13 @@ def test_a_wrong_grad_reduction_trains_something_else(trainer: str, told: str, w
 ITEMS, BATCH, ALL_STEPS, SAVED = 50, 12, 12, 7
 """Two epochs of batches of 12, 12, 12, 12 and 2, and two steps of a third; the checkpoint is in the middle of the second."""
 
-SHARES = {1: None, 2: (2, 1), 4: (3, 1, 0, 2)}
-"""The shares of the ranks: uneven, and of one of four nothing."""
+BOUNDS = {1: (0, 1), 2: (0, 2 / 3, 1), 4: (0, 1 / 2, 2 / 3, 2 / 3, 1)}
+"""Where the ranks' parts of a batch begin and end: uneven, and one of four has nothing."""
+
+
+class UnevenParts(cz.data.GlobalBatchSampler):
+    def bounds(self, batch: Any, world_size: int) -> list[int]:
+        return [round(len(batch) * x) for x in BOUNDS[world_size]]
 
 
 class Training:
@@ -214,8 +219,7 @@ class Training:
         self.loss_fn, self.random_loss = cz.DistributedLoss(memory.double()), cz.DistributedLoss(projected)
         parameters = [*self.encoder.parameters(), *self.loss_fn.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
-        shares = SHARES[dist.get_world_size()]
-        self.sampler = cz.data.GlobalBatchSampler(ITEMS, batch_size=BATCH, seed=3, rank_weights=shares)
+        self.sampler = UnevenParts(ITEMS, batch_size=BATCH, seed=3)
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:

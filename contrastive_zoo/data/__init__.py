@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
-from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.data.mining import mine_hard_negatives
 from contrastive_zoo.ranks.suggestions import missing
@@ -16,7 +15,6 @@ __all__ = [
     "CollateEmptyBatches",
     "DistributedMiner",
     "GlobalBatchSampler",
-    "HardNegativeBatchSampler",
     "MPerClassBatchSampler",
     "NoDuplicatesBatchSampler",
     "OneDatasetBatchSampler",

@@ -2,12 +2,8 @@
 
 import copy
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any, TypedDict
 
 import numpy as np
@@ -29,28 +25,12 @@ class SamplerOptions(TypedDict, total=False):
 
     seed: int
     drop_last: bool
-    rank_weights: Sequence[float] | None
     process_group: Processes
 
 
-@lru_cache(maxsize=1024)  # most batches of an epoch have one size
-def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
-    """Return W + 1 bounds ``⌈total · (w₀ + … + wᵣ₋₁) / Σw⌉``: rank r takes samples ``bounds[r]`` … ``bounds[r + 1] − 1``."""
-    # fractions, so that no rounding depends on the machine
-    sums = [Fraction(0), *accumulate(map(Fraction, weights))]
-    return [math.ceil(total * x / sums[-1]) for x in sums]
-
-
-def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | None:
-    if weights is None:
-        return None
-    numbers = isinstance(weights, (list, tuple)) and all(isinstance(x, (int, float)) for x in weights)
-    if not numbers or len(weights) != world_size:
-        what = f"a list of W = {world_size} numbers, one per rank, or None for an even split"
-        return f"rank_weights are {what}, got {described(weights)}."
-    if not all(math.isfinite(x) and x >= 0 for x in weights) or not any(weights):
-        return f"rank_weights are finite, at least 0, and not all 0, got {list(weights)}."
-    return None
+def even_bounds(total: int, world_size: int) -> list[int]:
+    """Return W + 1 bounds ``⌈total · r / W⌉``: rank r takes samples ``bounds[r]`` … ``bounds[r + 1] − 1``."""
+    return [-(-total * rank // world_size) for rank in range(world_size + 1)]
 
 
 class BaseBatchSampler(Sampler[list[int]], ABC):
@@ -71,7 +51,6 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         seed: the random order is a function of seed and epoch.
         drop_last: leave out the global batches at the end of an epoch that are not full, as torch's ``BatchSampler`` does.
             A part of a rank may be empty nevertheless.
-        rank_weights: each rank's share of a global batch; None is an even split.
         process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
 
     Raises:
@@ -97,24 +76,22 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         *,
         seed: int = 0,
         drop_last: bool = False,
-        rank_weights: Sequence[float] | None = None,
         process_group: Processes = None,
     ) -> None:
-        self.seed, self.rank_weights, self.process_group = seed, rank_weights, process_group
+        self.seed, self.process_group = seed, process_group
         self.epoch = self.step = 0
         self._drop_last = drop_last
         world = World.of(process_group, type(self).__name__)
         if problem is None and not is_integer(seed, at_least=0):
             problem = f"seed is an integer of at least 0, got {seed!r}."
-        problem = problem or flag_problem(drop_last=drop_last) or weights_problem(rank_weights, world.size)
+        problem = problem or flag_problem(drop_last=drop_last)
         words = {
             name: array_in_one_line(value) if isinstance(value, np.ndarray) else in_one_line(value)
             for name, value in {**settings, "seed": seed, "drop_last": drop_last}.items()
         }
         self._digest = hashlib.blake2b(repr((type(self).__name__, words)).encode(), digest_size=8).hexdigest()
         if not isinstance(process_group, World):
-            compared = {**words, "rank_weights": in_one_line(rank_weights)}
-            shake_hands(Statement(type(self).__name__, compared, problem=problem), world)
+            shake_hands(Statement(type(self).__name__, words, problem=problem), world)
         elif problem is not None:
             raise ValueError(f"{type(self).__name__}: {problem}")
         self._batches: tuple[int, Batches] | None = None
@@ -135,18 +112,15 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             end -= 1
         return batches[:end]
 
-    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
-        """Return W + 1 bounds, given each rank's share: rank r's part is ``batch[bounds[r] : bounds[r + 1]]``."""
-        return rank_bounds(len(batch), weights)
+    def bounds(self, batch: NDArray[np.int64], world_size: int) -> list[int]:
+        """Return W + 1 bounds: rank r's part is ``batch[bounds[r] : bounds[r + 1]]``."""
+        return even_bounds(len(batch), world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's part of each global batch, from the position on."""
         world = World.of(self.process_group)
-        if (problem := weights_problem(self.rank_weights, world.size)) is not None:
-            raise ValueError(f"{type(self).__name__}: {problem}")
-        weights = tuple(self.rank_weights or [1.0] * world.size)
         for batch in self._of_epoch()[self.step :]:
-            bounds = self.bounds(batch, weights)
+            bounds = self.bounds(batch, world.size)
             yield batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
 
     def __len__(self) -> int:
@@ -248,7 +222,7 @@ class GlobalBatchSampler(BaseBatchSampler):
         num_samples: the length of the dataset.
         batch_size: samples of a global batch, on all ranks together.
         shuffle: whether the order is random, another one in each epoch; otherwise it is that of the dataset.
-        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: sizes that are no integers of at least 1, or what the base class refuses.

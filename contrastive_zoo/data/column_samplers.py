@@ -14,8 +14,8 @@ from contrastive_zoo.data.batch_sampler import (
     BaseBatchSampler,
     Batches,
     SamplerOptions,
+    even_bounds,
     grouped,
-    rank_bounds,
     size_problem,
 )
 from contrastive_zoo.ranks.random_keys import random_keys
@@ -68,7 +68,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         classes_per_batch: p; a batch has m · p samples, all ranks together, up to the groups of another size.
         singletons: what to do with classes of one sample, which has no positive: ``"raise"`` an error, ``"keep"`` them as
             negatives of the others, in groups of 1, or ``"drop"`` them.
-        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: labels or settings that are not as above, more classes than there are, or what the base class refuses.
@@ -184,7 +184,7 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
     Args:
         columns: one value per sample each: integers or strings. Pass the queries, or queries and documents.
         batch_size: the most samples of a global batch, on all ranks together.
-        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: columns of different lengths or without samples, a bad batch size, or what the base class refuses.
@@ -249,7 +249,7 @@ class TokenBatchSampler(BaseBatchSampler):
         lengths: tokens of each sample, [n], the same on every rank.
         chunk_tokens: the most padded tokens of a chunk, which is (its samples) · (its longest sample).
         chunks_per_batch: chunks of a global batch, on all ranks together; the last batch may have fewer.
-        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: lengths or sizes that are not integers of at least 1, a sample that is longer than ``chunk_tokens``, or
@@ -296,6 +296,6 @@ class TokenBatchSampler(BaseBatchSampler):
     def _chunks(self, lengths: NDArray[np.int64]) -> int:
         return len(chunk_ends(-np.sort(-lengths), self.chunk_tokens))
 
-    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+    def bounds(self, batch: NDArray[np.int64], world_size: int) -> list[int]:
         ends = [0, *chunk_ends(self.lengths[batch], self.chunk_tokens)]
-        return [ends[index] for index in rank_bounds(len(ends) - 1, weights)]
+        return [ends[index] for index in even_bounds(len(ends) - 1, world_size)]

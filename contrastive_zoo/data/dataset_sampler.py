@@ -29,11 +29,11 @@ class OneDatasetBatchSampler(BaseBatchSampler):
     out batches of larger data sets. Turns are shuffled; batches of one data set keep their sampler's order.
 
     Args:
-        samplers: a batch sampler for each data set, without ``rank_weights``: any of this library or your own.
+        samplers: a batch sampler for each data set: any of this library or your own.
         sizes: samples of each data set.
         temperature: T ≥ 1, dimensionless, ``math.inf`` included.
         exhausted: the data set that ends an epoch: the ``"first"`` or the ``"last"`` to be exhausted.
-        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`. Samplers have ``drop_last``.
+        options: ``seed`` and ``process_group`` of :class:`BaseBatchSampler`. Samplers have ``drop_last``.
 
     Raises:
         ValueError: samplers, sizes or settings that are not as above; what the base class refuses. At an epoch: a sampler
@@ -98,9 +98,9 @@ class OneDatasetBatchSampler(BaseBatchSampler):
                 )
             yield self._starts[index] + batch
 
-    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+    def bounds(self, batch: NDArray[np.int64], world_size: int) -> list[int]:
         index = int(np.searchsorted(self._starts, batch[:1], "right").max(initial=1)) - 1
-        return self.samplers[index].bounds(batch - self._starts[index], weights)
+        return self.samplers[index].bounds(batch - self._starts[index], world_size)
 
 
 def _samplers_problem(samplers: object, sizes: object) -> str | None:
@@ -109,8 +109,6 @@ def _samplers_problem(samplers: object, sizes: object) -> str | None:
     for x in samplers:
         if not isinstance(x, BaseBatchSampler):
             return f"samplers are batch samplers of contrastive_zoo.data, got {described(x)}."
-        if x.rank_weights is not None:
-            return f"rank_weights are those of the whole, got a {type(x).__name__} with some. Pass them here."
     if not isinstance(sizes, (list, tuple)) or len(sizes) != len(samplers):
         return f"sizes are one integer for each of the {len(samplers)} samplers, got {described(sizes)}."
     return next(filter(None, (size_problem("a size", x) for x in sizes)), None)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain, zip_longest
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, rank_bounds
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, even_bounds
 from contrastive_zoo.data.column_samplers import (
     MPerClassBatchSampler,
     NoDuplicatesBatchSampler,
@@ -21,7 +20,6 @@ from contrastive_zoo.data.column_samplers import (
     codes,
 )
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
-from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler
 from contrastive_zoo.ranks.world import World
 from tests.helpers import EVERY_CASE
 
@@ -33,8 +31,7 @@ MANY = 20  # samples whose order is hardly ever the same by chance
 
 Ints = NDArray[np.int64]
 Parts = list[list[list[int]]]  # what each rank yields
-KINDS = (GlobalBatchSampler, MPerClassBatchSampler, NoDuplicatesBatchSampler, HardNegativeBatchSampler)
-KINDS += (TokenBatchSampler, OneDatasetBatchSampler)
+KINDS = (GlobalBatchSampler, MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler, OneDatasetBatchSampler)
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class SamplerTrial:
     other_world_size: int
     epoch: int
     step: int
-    rank_weights: Sequence[float] | None
     shuffled: bool = True
     labels: Ints | None = None
     group: tuple[int, int] = (0, 0)
@@ -58,9 +54,7 @@ class SamplerTrial:
     times: tuple[int, int] = (1, 1)
 
     def sampler(self, rank: int, world_size: int) -> BaseBatchSampler:
-        """Return the sampler of one rank; in a world of another size the split is even."""
-        weights = self.rank_weights if world_size == self.world_size else None
-        return self.make(rank_weights=weights, process_group=World(rank, world_size))
+        return self.make(process_group=World(rank, world_size))
 
     def yielded(self, world_size: int, epoch: int, state: Mapping[str, Any] | None = None) -> Parts:
         found = []
@@ -134,7 +128,7 @@ def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
         about["lengths"] = 1 + skewed(50, size)
         settings |= {"chunk_tokens": number(about["lengths"].max(), 200), "chunks_per_batch": number(1, 9)}
         data, about["chunk_tokens"] = (about["lengths"],), settings["chunk_tokens"]
-    elif issubclass(kind, OneDatasetBatchSampler):
+    else:
         sizes = rng.integers(1, 30, number(1, 5)).tolist()
         lengths = [1 + skewed(50, of_part) for of_part in sizes]
         settings |= {"sizes": sizes, "temperature": float(rng.choice([1.0, 1.0, 2.0, np.inf]))}
@@ -145,15 +139,9 @@ def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
         about = {"samples": range(sum(sizes)), "times": repeated if settings["temperature"] > 1 else (1, 1)}
         about |= {"sources": np.repeat(np.arange(len(sizes)), sizes)}
         about |= {"lengths": np.concatenate(lengths), "chunk_tokens": 60}
-    else:
-        settings["batch_size"] = number(1, 40)
-        settings["group_size"] = number(1, settings["batch_size"] + 1)
-        data = (rng.integers(-1, size, (size, number(0, 10))),)
-    weights = rng.choice([0.0, 0.5, 0.75, 1.0, 3.0], world_size) if rng.integers(2) else np.zeros(1)
     return SamplerTrial(
         partial(kind, *data, **settings), world_size=world_size, other_world_size=number(1, 9),
-        epoch=int(rng.choice([*range(5), 2**40, 2**62 - 1])), step=number(0, 1000),
-        rank_weights=weights.tolist() if weights.any() else None, **about,
+        epoch=int(rng.choice([*range(5), 2**40, 2**62 - 1])), step=number(0, 1000), **about,
     )  # fmt: skip
 
 
@@ -179,14 +167,12 @@ def each_sample_once(trial: SamplerTrial) -> Iterator[str]:
         yield f"samples and how often they occur: {counts}; expected: {low} … {high}"
 
 
-def shares_follow_weights(trial: SamplerTrial) -> Iterator[str]:
-    """Each rank's number of samples, or of chunks, differs by less than 1 from its share of the global batch."""
-    weights = [Fraction(x) for x in trial.rank_weights or [1.0] * trial.world_size]
+def even_shares(trial: SamplerTrial) -> Iterator[str]:
+    """The ranks' numbers of samples, or of chunks, differ by one at most."""
     for of_ranks in zip(*trial.parts, strict=False):
         sizes = [len(part) if trial.lengths is None else trial.chunks(part) for part in of_ranks]
-        shares = [sum(sizes) * x / sum(weights) for x in weights]
-        if any(abs(size - share) >= 1 for size, share in zip(sizes, shares, strict=True)):
-            yield f"the ranks have {sizes}, not {[float(x) for x in shares]}"
+        if max(sizes) - min(sizes) > 1:
+            yield f"the ranks have {sizes}"
 
 
 def same_after_resume(trial: SamplerTrial) -> Iterator[str]:
@@ -343,13 +329,13 @@ def turns_of_samples(self: Any, epoch: int) -> Batches:
     return np.split(order, np.cumsum([len(x) for x in batches])[:-1])
 
 
-def bounds_of_samples(self: Any, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+def bounds_of_samples(self: Any, batch: NDArray[np.int64], world_size: int) -> list[int]:
     """Every rank gets as many samples, whatever their lengths."""
-    return rank_bounds(len(batch), weights)
+    return even_bounds(len(batch), world_size)
 
 
-def same_shares(self: Any, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
-    return rank_bounds(len(batch), (1.0,) * len(weights))
+def remainder_to_the_last(self: Any, batch: NDArray[np.int64], world_size: int) -> list[int]:
+    return [*(rank * (len(batch) // world_size) for rank in range(world_size)), len(batch)]
 
 
 Invariant = Callable[[SamplerTrial], Iterator[str]]
@@ -360,7 +346,7 @@ MISTAKES: dict[Invariant, tuple[type[BaseBatchSampler], dict[str, Any]]] = {
     ),
     same_global_batches: (GlobalBatchSampler, {"__iter__": own_batches}),
     each_sample_once: (GlobalBatchSampler, {"__iter__": padded}),
-    shares_follow_weights: (GlobalBatchSampler, {"bounds": same_shares}),
+    even_shares: (GlobalBatchSampler, {"bounds": remainder_to_the_last}),
     same_after_resume: (
         GlobalBatchSampler,
         {"load_state_dict": lambda self, state: self.set_epoch(state["epoch"])},  # the epoch begins again

@@ -18,7 +18,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.data import (
     CollateEmptyBatches,
     GlobalBatchSampler,
-    HardNegativeBatchSampler,
     MPerClassBatchSampler,
     NoDuplicatesBatchSampler,
     OneDatasetBatchSampler,
@@ -103,18 +102,6 @@ def test_no_division_of_the_samples_has_fewer_chunks(lengths: list[int], budget:
     assert len(chunks) == fewest(lengths)
 
 
-def test_batches_hold_neighbours() -> None:
-    place = np.arange(200)  # samples on a line, the neighbours of which are next to them
-    neighbours = np.stack([np.argsort(np.abs(place - x), kind="stable")[1:9] for x in place])
-    near = HardNegativeBatchSampler(neighbours, batch_size=16, group_size=4, process_group=ONE_PROCESS)
-    plain = GlobalBatchSampler(200, batch_size=16, process_group=ONE_PROCESS)
-
-    def distance(batches: Any) -> float:
-        return float(np.mean([np.sort(np.abs(np.subtract.outer(x, x)), 1)[:, 1].mean() for x in batches if len(x) > 1]))
-
-    assert distance(list(near)) < distance(list(plain)) / 2
-
-
 def test_an_empty_batch_has_the_structure_of_the_others() -> None:
     from collections import namedtuple
 
@@ -143,14 +130,10 @@ def test_a_world_has_its_rank() -> None:
 
 
 NINE = GlobalBatchSampler(9, batch_size=9, process_group=ONE_PROCESS)
-WEIGHTED = GlobalBatchSampler(9, batch_size=9, rank_weights=[1.0], process_group=ONE_PROCESS)
 BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(GlobalBatchSampler, 0, batch_size=4), "num_samples is an integer of at least 1, got 0"),
     (partial(GlobalBatchSampler, 9, batch_size=2.0), r"batch_size is an integer of at least 1, got 2\.0"),
     (partial(GlobalBatchSampler, 9, batch_size=2, seed=-1), "seed is an integer of at least 0, got -1"),
-    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[1, 2]), r"W = 1 numbers, .* got \[1, 2\]"),
-    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[0.0]), r"not all 0, got \[0\.0\]"),
-    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[float("nan")]), "finite"),
     (partial(MPerClassBatchSampler, LABELS, m=1, classes_per_batch=2), "m is an integer of at least 2, got 1"),
     (partial(MPerClassBatchSampler, LABELS, m=2, classes_per_batch=5), "at most the number of classes, 4, got 5"),
     (partial(MPerClassBatchSampler, [], m=2, classes_per_batch=1), "labels are one per sample, got none"),
@@ -160,9 +143,6 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(NoDuplicatesBatchSampler, [1], torch.ones(2, 2), batch_size=2), r"\[n\], got shape \[2, 2\]"),
     (partial(NoDuplicatesBatchSampler, batch_size=2), r"equal lengths of at least 1, got lengths \[\]"),
     (partial(NoDuplicatesBatchSampler, [1, 2], [1], batch_size=2), r"got lengths \[2, 1\]"),
-    (partial(HardNegativeBatchSampler, [0.5], batch_size=2, group_size=1), r"integers \[n, k\], got float32 \[1\]"),
-    (partial(HardNegativeBatchSampler, [[2], [0]], batch_size=2, group_size=1), "between -1 and 1, got 0 … 2"),
-    (partial(HardNegativeBatchSampler, [[0]], batch_size=2, group_size=3), "group_size=3 and batch_size=2"),
     (
         partial(token_chunks, [3, 9], 8),
         "at most chunk_tokens=8 tokens, got 9 for sample 1. Cut longer samples, or raise",
@@ -181,7 +161,6 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], drop_last=True), "Pass it to the samplers"),
     (partial(OneDatasetBatchSampler, [], sizes=[]), r"one batch sampler for each data set, got \[\]"),
     (partial(OneDatasetBatchSampler, [[[0]]], sizes=[1]), r"batch samplers of contrastive_zoo\.data, got \[\[0\]\]"),
-    (partial(OneDatasetBatchSampler, [WEIGHTED], sizes=[9]), "got a GlobalBatchSampler with some. Pass them here"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9, 9]), r"one integer for each of the 1 samplers, got \[9, 9\]"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[0]), "a size is an integer of at least 1, got 0"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], temperature=0.5), r"of at least 1, got 0\.5"),
@@ -228,21 +207,13 @@ def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
     def differ(what: str) -> MPerClassBatchSampler:
         bad = dist.get_rank() == 1
         labels = LABELS[::-1] if bad and what == "labels" else LABELS
-        weights = [1.0] * 2 if bad and what == "weights" else None
-        return MPerClassBatchSampler(
-            labels, m=1 if bad and what == "m" else 2, classes_per_batch=2, seed=int(bad and what == "seed"),
-            rank_weights=weights,
-        )  # fmt: skip
+        m, seed = 1 if bad and what == "m" else 2, int(bad and what == "seed")
+        return MPerClassBatchSampler(labels, m=m, classes_per_batch=2, seed=seed)
 
     def good() -> list[list[int]]:
         return list(differ(""))
 
-    for what, says in [
-        ("labels", "labels"),
-        ("seed", "seed"),
-        ("m", "at least 2, got 1"),
-        ("weights", "W = 3 numbers"),
-    ]:
+    for what, says in (("labels", "labels"), ("seed", "seed"), ("m", "at least 2, got 1")):
         text, found = common_error(worlds, 3, partial(differ, what), good)
         assert says in text
         parts = zip(*found, strict=True)
