@@ -113,7 +113,7 @@ dist: .venv/.release-installed
 	$(INTO_TRIED)[cli]" && bin/contrastive-zoo --version && bin/contrastive-zoo list
 	$(INTO_TRIED)[testing]" && bin/contrastive-zoo check nt-xent --world-size 1 2 --examples 3
 	$(INTO_TRIED)[pml]" && bin/contrastive-zoo check pytorch_metric_learning.losses:ContrastiveLoss --wrap --examples 3
-	$(INTO_TRIED)[mining]" && bin/python -c "import contrastive_zoo.data, faiss, tqdm"
+	$(INTO_TRIED)[faiss]" && bin/python -c "import contrastive_zoo.data, faiss"
 	$(INTO_TRIED)[plot]" && bin/python -c "import contrastive_zoo.metrics.plots"
 
 # the package with other versions, in an environment of its own: make versions VERSION=3.13 TORCH=torch RESOLUTION=highest
@@ -122,7 +122,7 @@ TORCH = torch==2.6.0
 RESOLUTION = lowest-direct
 versions:
 	uv venv --quiet --clear --python $(VERSION) .versions
-	uv pip install --quiet --python .versions --resolution $(RESOLUTION) $(TORCH) -e '.[cli,testing,pml,mining,plot]' \
+	uv pip install --quiet --python .versions --resolution $(RESOLUTION) $(TORCH) -e '.[cli,testing,pml,faiss,plot]' \
 		'beartype>=0.20' 'psutil>=6' 'scipy>=1.13' 'jsonschema>=4.23' 'scikit-learn>=1.5'
 	.versions/bin/contrastive-zoo check nt-xent --world-size 1 2 --examples 3
 	.versions/bin/python -m pytest -q -p no:cacheprovider tests/test_collectives.py tests/test_distributed.py \

@@ -3,14 +3,12 @@
 python benchmarks/retrieval.py [--rows 1000000] [--queries 10000] [--width 128] [--k 100] [--rounds 3] [--docs]
 
 Whole calls alternate in the same processes, in rotated order, so that both meet the same minutes of a machine whose speed
-changes; times are medians. faiss has all cores and an index that exists already, the ranks share the cores. An approximate
-index of inverted lists runs once, with its training.
+changes; times are medians. faiss has all cores and an index that exists already, the ranks share the cores.
 """
 
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,19 +83,6 @@ def measured(case: str, given: argparse.Namespace) -> tuple[float, float, float,
     return ours, bare, extra, gallery.nbytes / 2**20
 
 
-def approximate(given: argparse.Namespace, probes: int) -> list[str]:
-    """Return a table line of an index of inverted lists: seconds of building and searching, and its recall."""
-    queries, gallery = data(given)
-    index = cz.metrics.ApproximateIndex("IVF1024,Flat", f"nprobe={probes}")
-    start = time.perf_counter()
-    found = cz.metrics.top_k(queries, gallery, k=given.k, index=index).indices[:500]
-    seconds = time.perf_counter() - start
-    exact = cz.metrics.top_k(queries[:500], gallery, k=given.k).indices
-    recall = (exact[:, :, None] == found[:, None]).any(2).float().mean().item()
-    title = f"`top_k`, {index.factory}, {index.parameters}, with training"
-    return [title, "1", f"{seconds:.1f}", "", "", f"recall {recall:.3f}"]
-
-
 def measure(given: argparse.Namespace) -> dict[str, str]:
     lines = []
     for case in CASES:
@@ -107,7 +92,6 @@ def measure(given: argparse.Namespace) -> dict[str, str]:
             times = f"{seconds:.1f}", f"{bare:.1f}", f"{seconds / bare:.2f}"
             lines.append([case, str(world_size), *times, f"{extra:.0f} ({rows:.0f})"])
             progress(*lines[-1])
-    lines += [approximate(given, probes) for probes in (32, 256)]
     return {"search": table(HEAD, lines, texts=1)}
 
 

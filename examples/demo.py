@@ -98,7 +98,9 @@ def demo(
 
 
 def recall(rows: Tensor) -> float:
-    return cz.metrics.hit_rate_at_k(rows, labels=images()[1][TRAINED:], process_group=cz.World())
+    labels = images()[1][TRAINED:]
+    found = cz.metrics.evaluate(rows, labels=labels, metrics=["hit_rate@1"], process_group=cz.World())
+    return found["hit_rate@1"]
 
 
 def draw(title: str, one: Result, several: Result, recalls: Sequence[float], path: Path) -> None:

@@ -190,14 +190,14 @@ class OfScores(Loss):
 
 
 def test_a_monitor_refuses_before_the_loss_moves(worlds: Worlds) -> None:
-    def job() -> tuple[str | None, float, dict[str, Any]]:
+    def job() -> tuple[str | None, float, str]:
         loss_fn = cz.DistributedLoss(OfScores(), check_distinct=False)
         monitor = cz.Monitor(loss_fn)
         text = error_message(lambda: loss_fn(torch.ones(3)))
-        return text, loss_fn.loss.calls.item(), monitor.state_dict()
+        return text, loss_fn.loss.calls.item(), monitor.compared()
 
     for text, calls, state in (*worlds.run(1, job), *worlds.run(2, job)):
         assert text is not None
         assert text.startswith("OfScores: ")
         assert "holds embeddings" in text
-        assert (calls, state) == (0.0, {"calls": 0})
+        assert (calls, state) == (0.0, "Monitor(every=50), call 0")

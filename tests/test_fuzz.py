@@ -71,26 +71,23 @@ SKIPPED = {"world", "process_group", "sharded", "check_finite", "shards", "shard
 """Arguments that choose other ranks, or whose meaning is no test of one call."""
 
 Z = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(5))
-LABELS, IDS, SHARES = torch.arange(SAMPLES) % 2, torch.arange(SAMPLES), torch.linspace(0, 1, SAMPLES)
+LABELS, IDS = torch.arange(SAMPLES) % 2, torch.arange(SAMPLES)
 LINEAR, SUP_CON = nn.Linear(WIDTH, 2), cz.SupCon()
 VALID: dict[str, Any] = {
     "batch_size": 2, "chunk_tokens": 9, "chunks_per_batch": 2, "classes_per_batch": 2, "m": 2,
     "columns": [LABELS], "corpus": Z.flip(0), "dims": [1, 3], "embedding_size": WIDTH, "encoder": LINEAR, "model": LINEAR,
-    "example": (Z[0], 1), "factory": "Flat", "first": Z, "group_size": 2, "ids": IDS, "k": 1, "labels": LABELS, "n": 4,
+    "example": (Z[0], 1), "ids": IDS, "k": 1, "labels": LABELS, "n": 4,
     "lengths": LABELS + 1, "loss": SUP_CON, "loss_fn": SUP_CON, "losses": [SUP_CON, cz.Triplet()], "module": LINEAR,
-    "miner": lambda rows, labels: (labels,) * 3, "modules": [LINEAR], "neighbours": torch.tensor([[1], [0], [3], [2]]),
-    "num_samples": 8, "options": {"seed": 0, "rank_weights": None}, "positives": IDS, "queries": Z, "rows": Z, "x": Z,
-    "samplers": [cz.data.GlobalBatchSampler(4, batch_size=2)], "second": Z.flip(0), "size": 8, "sizes": [4], "targets": [],
+    "miner": lambda rows, labels: (labels,) * 3, "modules": [LINEAR], "num_samples": 8,
+    "options": {"seed": 0}, "positives": IDS, "queries": Z, "rows": Z, "x": Z,
+    "samplers": [cz.data.GlobalBatchSampler(4, batch_size=2)], "size": 8, "sizes": [4], "targets": [],
     "tensors": [Z, LABELS], "weight_decay": 0.1,
 }  # fmt: skip
 """Of required arguments, by their names."""
 BESIDES: dict[str, dict[str, Any]] = {
     "GradCache": {"chunk_size": 2},
     "explain": {"world_size": 2},
-    "cross_modal_recall": {"k": [1]},
     "evaluate": {"labels": LABELS},
-    "hit_rate_at_k": {"labels": LABELS},
-    "paired_bootstrap": {"first": SHARES, "second": SHARES, "resamples": 9},
 }
 WRAPPERS = "CrossBatchMemory", "DistributedLoss", "DistributedMiner", "Matryoshka", "WeightedSum"
 CALLED: dict[str, dict[str, Any]] = {
@@ -143,7 +140,7 @@ def of_loss(entry: Entry) -> Target:
 
 
 NO_TARGETS = {
-    "ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors", "Difference", "RowLoss",
+    "ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors", "RowLoss",
     "use_implementation", "keep_freed_memory", "__version__", "plain_formulas", "memory_budget", "one_step", "World",
 }  # fmt: skip
 """Base classes, records, context managers, and what only they would be tested by."""

@@ -215,7 +215,7 @@ NAMES = {
     "NTXentLoss": "NTXent", "InfoNCELoss": "InfoNCE", "ClipLoss": "Clip", "SupConLoss": "SupCon", "SigLipLoss": "SigLIP",
     "TripletMarginLoss": "Triplet", "DistributedLossWrapper": "DistributedLoss", "TripletLoss": "Triplet",
     "MPerClassSampler": "data.MPerClassBatchSampler", "MultipleNegativesRankingLoss": "MNRL",
-    "data.MPerClassSampler": "MPerClassBatchSampler", "losses.NTXentLoss": "NTXent", "metrics.recall_at_k": "hit_rate_at_k",
+    "data.MPerClassSampler": "MPerClassBatchSampler", "losses.NTXentLoss": "NTXent", "metrics.recall_at_k": "evaluate",
     "adapters.openclip": "open_clip", "data.TripletMarginMiner": "",
 }  # fmt: skip
 """Names of other libraries, and the name that the error suggests; none for one that is like no other."""
@@ -314,7 +314,6 @@ def test_a_launcher_without_a_process_group_warns_once(size: str) -> None:
 EXTRAS = {
     "contrastive_zoo.metrics.plots": ("matplotlib", "contrastive_zoo[plot]"),
     "contrastive_zoo.adapters.huggingface": ("transformers", "transformers[torch]"),
-    "contrastive_zoo.adapters.torchmetrics": ("torchmetrics", "torchmetrics"),
     "contrastive_zoo.adapters.sentence_transformers": ("sentence_transformers", "sentence-transformers[train]"),
     "contrastive_zoo.testing.check": ("hypothesis", "contrastive_zoo[testing]"),
 }
@@ -335,11 +334,6 @@ def test_a_missing_package_is_one_sentence(module: str) -> None:
     ("module", "call", "install"),
     [
         ("faiss", lambda: cz.metrics.top_k(z(), z(), k=1), "contrastive_zoo[faiss]"),
-        (
-            "tqdm",
-            lambda: cz.data.mine_hard_negatives(z(), z(), z(), num_negatives=1, progress=True),
-            "contrastive_zoo[mining]",
-        ),
         ("pytorch_metric_learning", lambda: D(lenient, prefer_native=True), "contrastive_zoo[pml]"),
     ],
 )

@@ -36,9 +36,6 @@ def test_every_picture_is_a_figure(tmp_path):
             list(images[:2]), list(images[found]), relevant=found > 1, scores=torch.rand(2, 2)
         ),
         "map": plots.embedding_map(ROWS, LABELS),
-        "matches": plots.matches(
-            images[0], images[1], ROWS[:3, :2].abs(), ROWS[:3, 2:].abs(), correct=torch.tensor([True, False, True])
-        ),
         "map without labels": plots.embedding_map(ROWS),
     }
     for name, figure in pictures.items():
@@ -52,10 +49,6 @@ def test_mistakes_are_named(worlds):
         plots.retrieval_strips([ROWS, ROWS], [[ROWS]])
     with pytest.raises(ValueError, match="3 for 30 rows"):
         plots.embedding_map(ROWS, LABELS[:3])
-    with pytest.raises(ValueError, match=r"matches: .* got \[3, 2\] and \[4, 2\]"):
-        plots.matches(ROWS, ROWS, ROWS[:3, :2], ROWS[:4, :2])
-    with pytest.raises(ValueError, match=r"and correct \[2\]"):
-        plots.matches(ROWS, ROWS, ROWS[:3, :2], ROWS[:3, :2], correct=torch.ones(2, dtype=torch.bool))
 
     def bad():
         rank = torch.distributed.get_rank()

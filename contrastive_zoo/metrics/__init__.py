@@ -2,21 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from contrastive_zoo.metrics.comparison import Difference, paired_bootstrap
-from contrastive_zoo.metrics.measurement import cross_modal_recall, evaluate, hit_rate_at_k
+from contrastive_zoo.metrics.measurement import evaluate
 from contrastive_zoo.metrics.retrieval import RetrievalMetrics
-from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, top_k
+from contrastive_zoo.metrics.search import Neighbors, top_k
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "ApproximateIndex",
-    "Difference",
     "Neighbors",
     "RetrievalMetrics",
-    "cross_modal_recall",
     "evaluate",
-    "hit_rate_at_k",
-    "paired_bootstrap",
     "top_k",
 ]
 

@@ -24,6 +24,7 @@ _BLOCK = 2**20  # similarities of a block; 8 MiB in float64, of which about ten 
 WIDTH = 64  # numbers of a sketch; the estimated distance has a relative standard deviation of √(2 / 64) = 18 %
 _SKETCHED_ROWS = 2**12  # of WIDTH numbers, that are converted to float64 at once
 _POSITIVE, _NEGATIVE, _ITSELF = range(3)
+_QUANTILES = (0.05, 0.5, 0.95)  # of the similarities
 Totals = Mapping[str, Tensor]  # sums over all ranks by name, in float64
 
 
@@ -168,13 +169,11 @@ def sketch(module: nn.Module | None) -> Tensor:
     return sum(parts, torch.zeros(WIDTH, dtype=torch.float64))
 
 
-def totals(samples: Samples, sketches: Mapping[str, Tensor], temperature: float, world: World) -> Totals:
+def totals(samples: Samples, encoder: Tensor, temperature: float, world: World) -> Totals:
     """Return the sums over all ranks, in one message; the temperature is NaN if this rank's loss has none."""
     local = _local_sums(next(x for views in samples.encoders.values() for x in views), samples, world)
-    for name, numbers in sketches.items():
-        of_all = torch.zeros(world.size, WIDTH, dtype=torch.float64)
-        of_all[world.rank] = numbers
-        local[f"{name} sketch"] = of_all
+    local["sketches"] = torch.zeros(world.size, WIDTH, dtype=torch.float64)
+    local["sketches"][world.rank] = encoder
     local["temperature"] = torch.tensor(temperature / world.size, dtype=torch.float64)
     if world.size == 1:
         return local
@@ -206,25 +205,6 @@ def _local_sums(like: Tensor, samples: Samples, world: World) -> dict[str, Tenso
     return result
 
 
-_MEANINGS = {
-    "positive_similarity": "mean cosine of positive pairs",
-    "negative_similarity": "mean cosine of negative pairs",
-    "top1_forward": "anchors whose nearest candidate is positive",
-    "top1_backward": "the same from the second view or encoder to the first",
-    "anchors_without_positive": "share of anchors",
-    "likely_false_negatives": "negative pairs as similar as positive ones",
-    "alignment": "mean squared distance of positive pairs",
-    "uniformity": "log mean Gaussian potential; lower is more uniform",
-    "effective_rank": "dimensions in use",
-    "variance_min": "smallest variance of a dimension",
-    "variance_mean": "mean variance; 1 / d if nothing has collapsed",
-    "variance_max": "largest variance of a dimension",
-    "temperature": "of the loss",
-    "loss_drift": "distance of a rank's parameters from rank 0's",
-    "encoder_drift": "distance of a rank's parameters from rank 0's",
-}
-
-
 @dataclass(frozen=True)
 class Measurement:
     """The sums of one call, and the figures that follow from them; see :class:`contrastive_zoo.Monitor`.
@@ -240,8 +220,6 @@ class Measurement:
     call: int  # counted from 0
     encoders: Sequence[str]  # their names
     totals: Totals
-    quantiles: Sequence[float]
-    false_negative_quantile: float
 
     @cached_property
     def figures(self) -> dict[str, float]:
@@ -249,13 +227,10 @@ class Measurement:
         return {**self._of_pairs(), **self._of_encoders(), **self._of_parameters()}
 
     def __str__(self) -> str:
-        """Return the figures with their meaning, one a line."""
-        rows = [(f"call {self.call}", "value", "meaning")]
-        for name, value in self.figures.items():
-            plain, _, quantile = name.rpartition("/")[2].partition("_q")
-            rows.append((name, f"{value:.4g}", f"{quantile} % quantile" if quantile else _MEANINGS[plain]))
-        first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
-        return "\n".join(f"{name:<{first}}  {value:>{second}}  {meaning}" for name, value, meaning in rows)
+        """Return the figures, one a line."""
+        rows = [(f"call {self.call}", "value"), *((name, f"{value:.4g}") for name, value in self.figures.items())]
+        first, second = (max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join(f"{name:<{first}}  {value:>{second}}" for name, value in rows)
 
     def counts(self) -> Tensor:
         """Return the numbers of positive and of negative pairs in each of the 2,048 bins between −1 and 1, [2, 2048]."""
@@ -281,7 +256,7 @@ class Measurement:
         counts = self.counts()
         for kind, of_kind, total in zip(("positive", "negative"), counts, self.totals["sums"].tolist(), strict=True):
             result[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())
-            for q in self.quantiles:
+            for q in _QUANTILES:
                 index = _quantile_bin(of_kind, q)
                 result[f"{kind}_similarity_q{100 * q:g}"] = math.nan if index is None else (index + 0.5) * 2 / BINS - 1
         anchors, without = self.totals["anchors"].item(), self.totals["without_positive"].item()
@@ -290,7 +265,7 @@ class Measurement:
         if len(beaten := self.totals["beaten"]):
             result["top1_backward"] = _ratio((beaten == 0).sum().item(), anchors)
         result["anchors_without_positive"] = _ratio(without, anchors)
-        bound = _quantile_bin(counts[0], self.false_negative_quantile)
+        bound = _quantile_bin(counts[0], 0.5)
         above = math.nan if bound is None else counts[1][bound:].sum().item()
         result["likely_false_negatives"] = _ratio(above, counts[1].sum().item())
         result["alignment"] = 2 - 2 * result["positive_similarity"]
@@ -311,10 +286,9 @@ class Measurement:
     def _of_parameters(self) -> dict[str, float]:
         temperature = self.totals["temperature"].item()
         result = {} if math.isnan(temperature) else {"temperature": temperature}
-        for name, x in self.totals.items():
-            if name.endswith(" sketch") and bool((sketches := x.cpu()).any()):
-                distance, norm = vector_norm(sketches - sketches[0], dim=1).max(), vector_norm(sketches[0])
-                result[f"{name.removesuffix(' sketch')}_drift"] = distance.item() / norm.clamp(min=1e-300).item()
+        if bool((sketches := self.totals["sketches"].cpu()).any()):
+            distance, norm = vector_norm(sketches - sketches[0], dim=1).max(), vector_norm(sketches[0])
+            result["encoder_drift"] = distance.item() / norm.clamp(min=1e-300).item()
         return result
 
 

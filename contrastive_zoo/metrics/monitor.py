@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.metrics.figures import Measurement, Samples, samples_problem, sketch, totals
-from contrastive_zoo.ranks.row_checks import described, is_integer
+from contrastive_zoo.ranks.row_checks import is_integer
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -23,16 +23,17 @@ class Monitor:
 
     All ranks monitor, with equal settings, and get the same figures of the global batch. With s the cosine:
 
-    - ``positive_similarity``, ``negative_similarity``: mean s of pairs; ``…_q5``: its 5 % quantile, at most 2^-11 off.
+    - ``positive_similarity``, ``negative_similarity``: mean s of pairs; ``…_q5``, ``…_q50``, ``…_q95``: quantiles in
+      percent, at most 2^-11 off.
     - ``top1_forward``: share of anchors whose nearest candidate is positive; ties are misses. ``top1_backward``: from the
       second view or encoder to the first.
     - ``alignment``: mean ‖x − y‖² of positive pairs. ``uniformity``: log of the mean exp(−2 ‖x − y‖²) of all pairs.
     - ``effective_rank``: exp of the entropy of the eigenvalues of ZᵀZ / N.
     - ``variance_min``, ``variance_mean``, ``variance_max``: over the d dimensions of unit embeddings.
     - ``anchors_without_positive``: share of anchors.
-    - ``likely_false_negatives``: share of negative pairs above a quantile of the positive similarities.
+    - ``likely_false_negatives``: share of negative pairs above the median of the positive similarities.
     - ``temperature``: of the loss, if it has one.
-    - ``loss_drift``, ``encoder_drift``: the largest relative distance of a rank's parameters from rank 0's.
+    - ``encoder_drift``: the largest relative distance of a rank's parameters from rank 0's.
 
     With two encoders a name begins with the argument's: ``queries/effective_rank``.
 
@@ -41,12 +42,10 @@ class Monitor:
             embeddings are views or another encoder's.
         every: k; the first call is measured.
         encoder: a module whose unsharded parameters are compared between ranks.
-        quantiles: of the similarities, in (0, 1].
-        false_negative_quantile: of the positive similarities.
 
     Raises:
-        ValueError: no ``DistributedLoss``, or one with a monitor; a setting out of bounds. At a measured call: a first
-            argument without embeddings.
+        ValueError: no ``DistributedLoss``, or one with a monitor; ``every`` below 1. At a measured call: a first argument
+            without embeddings.
 
     Examples:
         >>> import contrastive_zoo as cz
@@ -62,15 +61,7 @@ class Monitor:
     Source: Wang & Isola 2020, https://arxiv.org/abs/2005.10242; Roy & Vetterli 2007, https://doi.org/10.5281/zenodo.40511
     """
 
-    def __init__(
-        self,
-        loss_fn: DistributedLoss,
-        *,
-        every: int = 50,
-        encoder: nn.Module | None = None,
-        quantiles: Sequence[float] = (0.05, 0.5, 0.95),
-        false_negative_quantile: float = 0.5,
-    ) -> None:
+    def __init__(self, loss_fn: DistributedLoss, *, every: int = 50, encoder: nn.Module | None = None) -> None:
         if not isinstance(loss_fn, DistributedLoss):
             raise ValueError(
                 f"Monitor: a DistributedLoss is monitored, got {type(loss_fn).__name__}. Write DistributedLoss(loss), also "
@@ -78,11 +69,7 @@ class Monitor:
             )
         if not is_integer(every, at_least=1):
             raise ValueError(f"Monitor: every is a number of calls, at least 1, got {every!r}.")
-        for q in (*quantiles, false_negative_quantile):
-            if not (isinstance(q, (int, float)) and 0 < q <= 1):
-                raise ValueError(f"Monitor: quantiles are above 0 and at most 1, got {q!r}. For 5 % pass 0.05.")
         self.every, self.encoder = every, encoder
-        self.quantiles, self.false_negative_quantile = tuple(quantiles), false_negative_quantile
         self.measurement: Measurement | None = None
         self._taken, self._calls, self._loss_fn = True, 0, loss_fn
         loss_fn.observe_with(self)
@@ -114,23 +101,6 @@ class Monitor:
         """Stop measuring; the last figures stay. Call it on every rank."""
         self._loss_fn.observe_with(None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of calls, so that a resumed run measures the same ones."""
-        return {"calls": self._calls}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; load it on every rank.
-
-        Raises:
-            ValueError: no number of calls; the present one is kept.
-        """
-        calls = state.get("calls") if isinstance(state, Mapping) else None
-        if calls is None or not is_integer(calls, at_least=0):
-            raise ValueError(
-                f"Monitor: a state has the number of calls, such as {{'calls': 0}}, got {described(state)}."
-            )
-        self._calls = int(calls)
-
     def compared(self) -> str:
         """Return what must be equal on every rank, as text."""
         return f"{self!r}, call {self._calls}"
@@ -146,17 +116,12 @@ class Monitor:
             return
         with torch.no_grad():
             samples = Samples.of(rows, shards)
-            sketches = {"loss": sketch(loss if isinstance(loss, nn.Module) else None), "encoder": sketch(self.encoder)}
-            result = totals(samples, sketches, _temperature(loss), world)
-        settings = self.quantiles, self.false_negative_quantile
-        self.measurement, self._taken = Measurement(call, list(samples.encoders), result, *settings), False
+            result = totals(samples, sketch(self.encoder), _temperature(loss), world)
+        self.measurement, self._taken = Measurement(call, list(samples.encoders), result), False
 
     def __repr__(self) -> str:
-        with_encoder = "" if self.encoder is None else f"encoder={type(self.encoder).__name__}, "
-        return (
-            f"Monitor(every={self.every}, {with_encoder}quantiles={self.quantiles}, "
-            f"false_negative_quantile={self.false_negative_quantile})"
-        )
+        with_encoder = "" if self.encoder is None else f", encoder={type(self.encoder).__name__}"
+        return f"Monitor(every={self.every}{with_encoder})"
 
     def __str__(self) -> str:
         """Return the last figures as a table."""

@@ -17,7 +17,6 @@ from contrastive_zoo.ranks.world import Processes, World
 with needed("contrastive_zoo.metrics.plots", "contrastive_zoo[plot]"):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.patches import ConnectionPatch
 
 # Paul Tol's colours, distinguishable with any colour vision: https://personal.sron.nl/~pault/
 PALE, DARK = "#77AADD", "#0B2545"
@@ -140,53 +139,6 @@ def embedding_map(
         axis.spines[:].set_visible(False)
         if 1 < len(labels.unique()) <= len(TEN):
             axis.legend(markerscale=2, handlelength=1)
-    return figure
-
-
-def matches(
-    left: Any,
-    right: Any,
-    left_points: Float[Tensor, "n 2"],
-    right_points: Float[Tensor, "n 2"],
-    *,
-    correct: Bool[Tensor, " n"] | None = None,
-) -> Figure:
-    """Draw two photographs side by side, and a line from each point to its match.
-
-    Args:
-        left: image, [height, width] or [height, width, 3].
-        right: image.
-        left_points: [n, 2] row and column in the left image.
-        right_points: [n, 2] row and column of each point's match in the right image.
-        correct: whether each match is right; drawn as the colour of its line.
-
-    Raises:
-        ValueError: points that are not rows of two numbers, as many on both sides, or another number of ``correct``.
-
-    Example:
-        >>> points = torch.tensor([[1.0, 2.0]])
-        >>> figure = matches(torch.zeros(4, 4), torch.zeros(4, 4), points, points)
-        >>> len(figure.axes), len(figure.artists)
-        (2, 1)
-    """
-    left_points, right_points = torch.as_tensor(left_points), torch.as_tensor(right_points)
-    sizes = [list(x.shape) for x in (left_points, right_points)]
-    number = sizes[0][0] if sizes[0] else 0
-    if sizes != [[number, 2]] * 2 or (correct is not None and list(correct.shape) != [number]):
-        extra = "" if correct is None else f" and correct {list(correct.shape)}"
-        raise ValueError(
-            f"matches: points are [n, 2], as many on both sides, and correct is [n], got {sizes[0]} and {sizes[1]}{extra}."
-        )
-    colours = [DARK] * number if correct is None else [RIGHT if x else WRONG for x in correct.tolist()]
-    with styled_figure(1, 2, figsize=(12.0, 4.2)) as (figure, axes):
-        for axis, image, points in zip(axes, (left, right), (left_points, right_points), strict=True):
-            axis.imshow(torch.as_tensor(image).detach().cpu().numpy(), cmap="gray", alpha=0.8)
-            axis.scatter(points[:, 1].tolist(), points[:, 0].tolist(), s=12, color=colours, zorder=3)
-            axis.axis("off")
-        for colour, start, end in zip(colours, left_points.tolist(), right_points.tolist(), strict=True):
-            line = ConnectionPatch(start[::-1], end[::-1], "data", "data", axesA=axes[0], axesB=axes[1])
-            line.set(color=colour, lw=1.0, alpha=0.8)
-            figure.add_artist(line)
     return figure
 
 

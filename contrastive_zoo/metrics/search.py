@@ -6,7 +6,6 @@ higher than anything that faiss may have missed by rounding. The rest is compare
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,39 +40,6 @@ def _faiss() -> Iterator[Any]:
         faiss.omp_set_num_threads(before)
 
 
-@dataclass(frozen=True)
-class ApproximateIndex:
-    """An index that finds most of the nearest neighbours, faster than an exact search.
-
-    Every rank builds one of its own part of the gallery. What it misses depends on the split; its scores are exact.
-
-    Args:
-        factory: faiss' description, such as ``"IVF1024,Flat"`` or ``"HNSW32"``
-            (https://github.com/facebookresearch/faiss/wiki/The-index-factory).
-        parameters: search parameters as faiss' ``ParameterSpace`` reads them, such as ``"nprobe=16"``.
-
-    Examples:
-        >>> ApproximateIndex("IVF1024,Flat", "nprobe=16")
-        ApproximateIndex(factory='IVF1024,Flat', parameters='nprobe=16')
-    """
-
-    factory: str
-    parameters: str = ""
-
-    def built(self, rows: Tensor) -> Any:
-        """Return a trained faiss index of inner products that holds the embeddings; on all GPUs if faiss has some."""
-        vectors = rows.float().numpy()
-        with _faiss() as faiss:
-            index = faiss.index_factory(rows.shape[1], self.factory, faiss.METRIC_INNER_PRODUCT)
-            if getattr(faiss, "get_num_gpus", int)():
-                index = faiss.index_cpu_to_all_gpus(index)
-            index.train(vectors)
-            index.add(vectors)
-            if self.parameters:
-                faiss.ParameterSpace().set_index_parameters(index, self.parameters)
-        return index
-
-
 # scores and positions of the nearest embeddings, and for which queries no other one has the score of the k-th
 Nearest = tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]
 
@@ -83,7 +49,7 @@ class Proposals(NamedTuple):
 
     positions: Int[Tensor, "n c"]  # −1 where there is none
     scores: Float[Tensor, "n c"]  # scores in float32, held in float64; −∞ where there is no candidate
-    error: Float[Tensor, "n 1"]  # how much they may differ from the exact scores; ∞ for an approximate index
+    error: Float[Tensor, "n 1"]  # how much they may differ from the exact scores
     missed: Float[Tensor, "n 1"]  # what no item exceeds that is not a candidate; −∞ if there is no such item
 
     def reached(self, k: int) -> Float[Tensor, "n k"]:
@@ -95,26 +61,10 @@ class Proposals(NamedTuple):
 class Gallery:
     """The embeddings [m, d] of one rank to search in, normalised block by block: a memory map stays on the disk."""
 
-    index: Any = None  # faiss' approximate index of the items; None for an exact search
-
-    def __init__(
-        self, caller: str, rows: Tensor, normalize: bool, index: ApproximateIndex | None, world: World
-    ) -> None:
+    def __init__(self, rows: Tensor, normalize: bool) -> None:
         self.rows, self.normalize = rows, normalize
         step = max(1, _ELEMENTS // max(1, rows.shape[1]))
         self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
-        if index is None:
-            return
-        problem = None
-        try:
-            self.index = index.built(self.take(slice(None))) if len(rows) else None
-        except RuntimeError as error:  # faiss': too few items to train it, or an unknown description
-            reason = str(error).splitlines()[0].rpartition("failed: ")[2].rstrip(".")  # without the place in its source
-            problem = (
-                f"faiss cannot build the index {index.factory!r} with parameters {index.parameters!r} of {len(rows)} rows: "
-                f"{reason}. Each rank indexes its own rows: choose an index for as few, or pass index=None."
-            )
-        agree_on_shards(caller, {}, world=world, problem=problem)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -137,18 +87,12 @@ class Gallery:
     def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
         """Return the best k candidates by faiss, and some more, as rounding may exchange neighbours in order."""
         depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
-        if self.index is not None:
-            with _faiss():
-                positions = torch.from_numpy(self.index.search(queries.float().contiguous().numpy(), depth)[1])
-            scores = torch.zeros(positions.shape, dtype=torch.float64)
-            error = missed = torch.full((len(queries), 1), torch.inf, dtype=torch.float64)
-        else:
-            scores, positions = self._found_by_faiss(queries, depth)
-            error = self._rounding(queries)
-            missed = scores[:, -1:] + error if depth < len(self) else torch.full_like(error, -torch.inf)
-            overflow = ~(scores.isfinite() & (positions >= 0)).all(1, keepdim=True)
-            scores = scores.masked_fill(overflow, 0.0)
-            error, missed = (x.masked_fill(overflow, torch.inf) for x in (error, missed))
+        scores, positions = self._found_by_faiss(queries, depth)
+        error = self._rounding(queries)
+        missed = scores[:, -1:] + error if depth < len(self) else torch.full_like(error, -torch.inf)
+        overflow = ~(scores.isfinite() & (positions >= 0)).all(1, keepdim=True)
+        scores = scores.masked_fill(overflow, 0.0)
+        error, missed = (x.masked_fill(overflow, torch.inf) for x in (error, missed))
         for column in excluded.T:
             positions = positions.masked_fill(positions == column[:, None], -1)
         return Proposals(positions, scores.masked_fill(positions < 0, -torch.inf), error, missed)
@@ -166,10 +110,9 @@ class Gallery:
         scores, positions = ordered(scores, positions, scores.shape[1])
         complete = torch.maximum(scores[:, k - 1 : k], floor) > proposals.missed
         complete = (complete | (proposals.missed == -torch.inf))[:, 0]
-        if self.index is None:
-            for some in (~complete).nonzero().flatten().split(_UNCERTAIN):
-                exact = self._compared_with_all(queries[some], k, excluded[some])
-                scores[some], positions[some] = ordered(*exact, scores.shape[1])
+        for some in (~complete).nonzero().flatten().split(_UNCERTAIN):
+            exact = self._compared_with_all(queries[some], k, excluded[some])
+            scores[some], positions[some] = ordered(*exact, scores.shape[1])
         return scores, positions, complete
 
     def _rounding(self, queries: Tensor) -> Float[Tensor, "n 1"]:
@@ -258,7 +201,6 @@ def top_k(
     k: int,
     excluded: Int[Tensor, "n e"] | None = None,
     normalize: bool = True,
-    index: ApproximateIndex | None = None,
     process_group: Processes = None,
 ) -> Neighbors:
     """Return the k nearest embeddings of the gallery of all ranks, for this rank's queries.
@@ -273,12 +215,11 @@ def top_k(
         k: number of neighbours.
         excluded: indices into the gallery of all ranks that a query must not find; −1 for none. The same e on every rank.
         normalize: compare cosines; otherwise dot products. float64 embeddings are normalised in float64, others in float32.
-        index: search approximately; None for an exact search.
         process_group: who holds embeddings.
 
     Raises:
         ValueError: on every rank alike: arguments that do not belong together, embeddings that are not finite or whose dot
-            products overflow float64, k outside of 1 … embeddings to search in; faiss is missing, or refuses the index.
+            products overflow float64, k outside of 1 … embeddings to search in; faiss is missing.
 
     Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)
@@ -288,7 +229,7 @@ def top_k(
     world = World.of(process_group, "top_k")
     rows = queries if gallery is None else gallery
     arguments = {"queries": queries, "gallery": rows} | ({} if excluded is None else {"excluded": excluded})
-    problem = settings_problem(k=k, normalize=normalize, index=index) or rows_problem(queries, rows)
+    problem = settings_problem(k=k, normalize=normalize) or rows_problem(queries, rows)
     if excluded is not None:
         problem = problem or tensor_problem("excluded", excluded)
         if problem is None and (excluded.dtype != torch.int64 or excluded.ndim != 2 or len(excluded) != len(queries)):
@@ -298,7 +239,7 @@ def top_k(
     elif gallery is not None:
         problem = problem or repeated_problem(queries, gallery, "Leave out gallery, or pass excluded.")
     problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
-    settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
+    settings = {"k": k, "normalize": normalize, "leave one out": gallery is None}
     shards = agree_on_shards("top_k", arguments, world=world, problem=problem, settings=settings)
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
@@ -311,7 +252,7 @@ def top_k(
     result = Neighbors(torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.int64))
     with reported(world):
         prepared_queries = prepared(queries, normalize=normalize)
-        local = Gallery("top_k", rows.detach(), normalize, index, world)
+        local = Gallery(rows.detach(), normalize)
         for block in rounds(shards[0], world):
             outside = local_positions(block.gathered(excluded), start, len(local))
             scores, positions, _ = local.nearest(block, block.gathered(prepared_queries), k, outside)
@@ -353,13 +294,11 @@ def overflow_problem(normalize: bool, **rows: Tensor) -> str | None:
     return None
 
 
-def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
+def settings_problem(*, k: object = 1, normalize: object) -> str | None:
     try:
         import faiss  # noqa: F401 - whether it can be imported
     except ImportError:
         return "searches with faiss, which is not installed: pip install 'contrastive_zoo[faiss]'."
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
-    right = index is None or isinstance(index, ApproximateIndex)
-    problem = None if right else f"index is an ApproximateIndex or None, got {described(index)}."
-    return flag_problem(normalize=normalize) or problem
+    return flag_problem(normalize=normalize)

@@ -10,23 +10,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from contrastive_zoo.metrics.ranking import KNN, Graded, Ints, Metric, Ties, names_problem
+from contrastive_zoo.metrics.ranking import KNN, Ints, Metric, Runs, names_problem, running_before
 from contrastive_zoo.metrics.rounds import Round, ask, local_positions
-from contrastive_zoo.metrics.search import (
-    ApproximateIndex,
-    overflow_problem,
-    repeated_problem,
-    rows_problem,
-    settings_problem,
-)
+from contrastive_zoo.metrics.search import overflow_problem, repeated_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
-from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem, word_problem
+from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 _GRADES = 1e300  # the largest grade: a query has fewer than 1e8 judged items
 ROWS, NUMBERS = ("queries", "gallery"), ("labels", "gallery_labels", "ids", "gallery_ids")
-_SETTINGS = ("metrics", "ties", "reduction", "normalize", "index", "ignore_label")
+_SETTINGS = ("metrics", "reduction", "normalize")
 JUDGED = ("judged_queries", "judged_items", "grades")
 Reduction: TypeAlias = Literal["mean", "none"]
 DEFAULT = ("precision@1", "r_precision", "map@r")
@@ -44,11 +38,8 @@ class Evaluation:
     judgements: tuple[Tensor, Tensor, Tensor] | None = None
     ids: Tensor | None = None
     gallery_ids: Tensor | None = None
-    ignore_label: int | None = None
-    ties: Ties = "pessimistic"
     reduction: Reduction = "mean"
     normalize: bool = True
-    index: ApproximateIndex | None = None
     process_group: Processes = None
 
     @property
@@ -100,12 +91,10 @@ class Evaluation:
         return None
 
     def problem(self) -> str | None:
-        problem = names_problem(self.metrics) or self.inputs_problem() or word_problem("ties", self.ties, Ties)
+        problem = names_problem(self.metrics) or self.inputs_problem()
         problem = problem or word_problem("reduction", self.reduction, Reduction)
-        if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
+        if problem := problem or settings_problem(normalize=self.normalize):
             return problem
-        if self.index is not None and (whole := [x.name for x in self.valid_metrics if x.whole]):
-            return f"{', '.join(whole)} needs all positions, which an approximate index does not find. Pass index=None."
         if self.judgements is not None and any(x.kind == KNN for x in self.valid_metrics):
             return "knn_accuracy needs labels, got judgements."
         return overflow_problem(self.normalize, queries=self.queries, gallery=self.rows)
@@ -117,10 +106,6 @@ class Evaluation:
             return "rows that search among themselves need labels or judgements."
         if self.gallery is not None and (self.labels is None) != (self.gallery_labels is None):
             return "labels and gallery_labels come together; without them, partners have the same index."
-        if self.ignore_label is not None and self.labels is None:
-            return "ignore_label needs labels."
-        if not (self.ignore_label is None or is_integer(self.ignore_label, at_least=-(2**63), at_most=2**63 - 1)):
-            return f"ignore_label is an integer of 64 bits or None, got {described(self.ignore_label)}."
         if self.judgements is None:
             return None
         if self.labels is not None:
@@ -186,8 +171,8 @@ class Labels:
         kept = (position[:, None] != question.excluded[query]).all(1)
         return Pairs(query[kept], position[kept], torch.ones(int(kept.sum()), dtype=torch.float64))
 
-    def totals(self, world: World) -> Graded:
-        """Return how many items are relevant to each query: rank ``label mod W`` counts those of a label."""
+    def totals(self, world: World) -> Runs:
+        """Return the relevant items of each query in the best order: rank ``label mod W`` counts those of a label."""
 
         def counted(rows: Tensor) -> Tensor:
             items = rows[rows[:, 1] == 1, 0].sort().values
@@ -197,7 +182,7 @@ class Labels:
         rows = torch.cat([items, pad(self.queries[:, None], (0, 1))])
         counts = ask(rows[:, 0].remainder(world.size), rows, counted, world)[len(items) :]
         number = (counts - self.is_relevant.long()).numpy()  # a query does not find itself
-        return Graded(np.arange(len(number)), np.ones(len(number)), number)
+        return Runs(np.arange(len(number)), np.zeros_like(number), number, np.ones(len(number)))
 
 
 @dataclass(frozen=True)
@@ -249,10 +234,12 @@ class Judgements:
     def pairs(self, question: Question) -> Pairs:
         return question.judged
 
-    def totals(self, world: World) -> Graded:
+    def totals(self, world: World) -> Runs:
         kept = self.grade > 0
         query, grade = self.query[kept].numpy(), self.grade[kept].numpy()
-        return Graded(query, grade, np.ones(len(query), np.int64)).ordered(best_first=False)
+        order = np.lexsort((-grade, query))
+        query, ones = query[order], np.ones_like(query)
+        return Runs(query, running_before(query, ones), ones, grade[order])
 
 
 def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,8 +281,6 @@ def agreed_task(caller: str, evaluation: Evaluation, world: World) -> tuple[Side
     def side(rows: Tensor, labels: Tensor | None, ids: Tensor | None, split: Shards) -> Side:
         numbers = torch.arange(split.start, split.start + split.size) if labels is None else labels.cpu().long()
         kept = torch.ones_like(numbers, dtype=torch.bool) if ids is None else first_of_each(ids.long(), world)
-        if evaluation.ignore_label is not None:
-            kept &= numbers != evaluation.ignore_label
         rows = rows.detach() if bool(kept.all()) else rows.detach()[kept.to(rows.device)]  # no copy if all count
         return Side(
             rows, numbers[kept], numbers[:0] if ids is None else ids.cpu().long()[kept], world.shards(rows), kept

@@ -31,7 +31,7 @@ NAMES_ELSEWHERE = {
     "multiplenegativesranking": "MNRL",
     "pg": "process_group",
     "queuesize": "size",
-    "recallatk": "hit_rate_at_k",
+    "recallatk": "evaluate",
     "s": "scale",
     "simclr": "NTXent",
     "simsiam": "NegativeCosine",

@@ -1,6 +1,5 @@
 """Metrics are those of a plain computation and the same bits for every split; mistakes are caught, faults are heard of."""
 
-import itertools
 import math
 from collections import Counter
 from contextlib import nullcontext
@@ -18,11 +17,11 @@ from sklearn.metrics import top_k_accuracy_score
 import contrastive_zoo as cz
 from contrastive_zoo.metrics import measurement
 from contrastive_zoo.metrics.exact import prepared, similarities
+from contrastive_zoo.metrics.ranking import Levels
 from tests.helpers import EVERY_CASE, error_message
 
 pytestmark = pytest.mark.data
 
-TIES = ("pessimistic", "optimistic", "expected")
 AT_K = ("precision", "recall", "hit_rate", "map", "mrr", "ndcg")
 WHOLE = ("r_precision", "map", "map@r", "mrr", "ndcg")
 
@@ -51,9 +50,9 @@ def awkward(seed):
     scores, grades = signs[0] @ signs[-1].T, torch.eye(n, m).double()
     labels, ids = integers(0, 3, n), integers(-5, 5).item() + torch.randperm(n, generator=draw)
     others, items = (labels, ids) if alone else (integers(0, 3, m), torch.randperm(m, generator=draw))
-    of, ignored = {"queries": rows[0], "gallery": rows[-1]}, None
+    of = {"queries": rows[0], "gallery": rows[-1]}
     if relevant == "labels":
-        grades, ignored = (labels[:, None] == others).double(), one_of(None, 2)
+        grades = (labels[:, None] == others).double()
         of |= {"labels": labels, "gallery_labels": others}
     elif relevant == "judgements":
         grades = torch.tensor([-1.0, 0.0, 0.0, 1.0, 2.5])[integers(0, 5, n, m)].double()
@@ -71,21 +70,19 @@ def awkward(seed):
         of = {name: x[again[-1 if "gallery" in name else 0]] for name, x in of.items()}
     if alone:
         of = {name: x for name, x in of.items() if "gallery" not in name}
-    of |= {"judgements": judgements} if relevant == "judgements" else {"ignore_label": ignored}
-    kept = [x != ignored if ignored else torch.ones_like(x, dtype=torch.bool) for x in (labels, others)]
-    scores, grades = (x[kept[0]][:, kept[1]] for x in (scores, grades))
-    of |= {"ties": one_of(*TIES[: 3 if m < 6 else 2]), "normalize": collapsed}
+    of |= {"judgements": judgements} if relevant == "judgements" else {}
+    of |= {"normalize": collapsed}
     candidates = scores.shape[1] - (alone or with_ids)
     k = [integers(1, candidates + 1).item() for _ in AT_K] if candidates > 0 else []
     names = [*WHOLE, *(f"{name}@{number}" for name, number in zip(AT_K, k, strict=bool(k)))]
-    expected = {name: metric_by_hand(name, scores, grades, of["ties"]) for name in names}
+    expected = {name: metric_by_hand(name, scores, grades) for name in names}
     if k and relevant == "labels":
-        votes = scores.masked_fill(grades.isnan(), -math.inf), others[kept[1]], labels[kept[0]]
-        expected[f"knn_accuracy@{k[0]}"] = knn_accuracy_by_hand(*votes, k[0], of["ties"])
+        votes = scores.masked_fill(grades.isnan(), -math.inf), others, labels
+        expected[f"knn_accuracy@{k[0]}"] = knn_accuracy_by_hand(*votes, k[0])
     return of | {"metrics": list(expected)}, expected
 
 
-# Metrics by enumerating orders of ties, one query at a time, in plain Python.
+# Metrics one query at a time, in plain Python.
 
 
 def value_of(name, ranked):
@@ -112,41 +109,24 @@ def value_of(name, ranked):
     return gained / best
 
 
-def orders(scores, grades, ties):
-    sign = {"pessimistic": 1, "optimistic": -1, "expected": 0}[ties]
-    items = sorted(zip(scores, grades, strict=True), key=lambda x: (-x[0], sign * x[1]))
-    levels = [[grade for _, grade in level] for _, level in itertools.groupby(items, key=lambda x: x[0])]
-    choices = [levels] if sign else itertools.product(*map(itertools.permutations, levels))
-    return ([grade for level in choice for grade in level] for choice in choices)
-
-
-def metric_by_hand(name, scores, grades, ties="pessimistic"):
+def metric_by_hand(name, scores, grades):
     """Return the mean over the queries with a relevant item; a grade of NaN is an item that does not count."""
     values = []
     for row, of_row in zip(scores.tolist(), grades.tolist(), strict=True):
-        counted = [(score, grade) for score, grade in zip(row, of_row, strict=True) if not math.isnan(grade)]
+        counted = [(-score, grade) for score, grade in zip(row, of_row, strict=True) if not math.isnan(grade)]
         if any(grade > 0 for _, grade in counted):
-            found = [value_of(name, ranked) for ranked in orders(*zip(*counted, strict=True), ties)]
-            values.append(sum(found) / len(found))
+            values.append(value_of(name, [grade for _, grade in sorted(counted)]))
     return sum(values) / len(values) if values else math.nan
 
 
-def knn_accuracy_by_hand(scores, labels, own, k, ties):
-    """Return the share of queries whose k nearest mostly have the right label; −∞ is an item that does not count."""
-    right = {
-        "pessimistic": lambda winners, label: float(winners == [label]),
-        "optimistic": lambda winners, label: float(label in winners),
-        "expected": lambda winners, label: (label in winners) / len(winners),
-    }
+def knn_accuracy_by_hand(scores, labels, own, k):
+    """Return the share of queries whose label has most votes of the k nearest; −∞ is an item that does not count."""
     values = []
     for row, label in zip(scores.tolist(), own.tolist(), strict=True):
         kth = sorted(row, reverse=True)[k - 1]
-        above = Counter(y for s, y in zip(row, labels.tolist(), strict=True) if s > kth)
-        tied = Counter(y for s, y in zip(row, labels.tolist(), strict=True) if s == kth)
-        # votes times the number of ties, so that they are integers
-        votes = {y: above[y] * tied.total() + tied[y] * (k - above.total()) for y in above | tied}
-        winners = [y for y in votes if votes[y] == max(votes.values())]
-        values.append(right[ties](winners, label))
+        votes = Counter(y for s, y in zip(row, labels.tolist(), strict=True) if s >= kth)
+        right = votes.pop(label, 0)
+        values.append(right > max(votes.values(), default=0))
     return sum(values) / len(values) if values else math.nan
 
 
@@ -189,11 +169,17 @@ def measured_in_shards(measure, arguments, seed):
     return repr(measure(**local))
 
 
+def in_favour(levels, grade, number, runs=Levels.runs):
+    """Of items with equal scores the relevant ones come first."""
+    relevant = np.bincount(levels.of_group, weights=number * (grade > 0), minlength=len(levels.query))
+    return runs(levels._replace(tied=relevant.astype(np.int64)), grade, number)
+
+
 @pytest.mark.parametrize(
     ("place", "mistake"),
     [
         ("search.scores_of", lambda a, b, normalize: similarities(a, b)),  # ties are equal in every bit only
-        ("ranking._before", lambda ranking, ties: ranking.higher),  # the order of ties is in favour
+        ("ranking.Levels.runs", in_favour),
         ("task.Evaluation.finds_by_id", False),  # a query finds itself by another name
         ("task.first_of_each", lambda ids, world: torch.ones_like(ids, dtype=torch.bool)),  # repeated samples count
     ],
@@ -272,9 +258,10 @@ def test_a_fault_that_is_not_reported_is_heard_of_late(worlds):
 def test_means_of_queries_are_the_metrics(worlds):
     draw = torch.Generator().manual_seed(0)
     rows, labels = torch.randn(60, 4, generator=draw), torch.randint(5, (60,), generator=draw)
-    settings = {"metrics": ["recall@3", "map", "knn_accuracy@2"], "ignore_label": 4, "ties": "expected"}
+    labels[::7] = 100 + torch.arange(9)  # no item is relevant
+    settings = {"metrics": ["recall@3", "map"]}
     whole = cz.metrics.evaluate(rows, labels=labels, reduction="none", **settings)
-    assert all(x.isnan().equal(labels == 4) for x in whole.values())
+    assert all(x.isnan().equal(labels >= 100) for x in whole.values())
     expected = {name: x.nanmean().item() for name, x in whole.items()}
     assert cz.metrics.evaluate(rows, labels=labels, **settings) == pytest.approx(expected, abs=1e-12)
 
@@ -285,44 +272,6 @@ def test_means_of_queries_are_the_metrics(worlds):
     results = worlds.run(3, on_rank, each=list(zip(rows.split(split), labels.split(split), strict=True)))
     for name, x in whole.items():
         assert torch.equal(torch.cat([found[name] for found in results]).nan_to_num(-1), x.nan_to_num(-1))
-
-
-def test_a_bootstrap_is_paired_and_the_same_for_every_split(worlds):
-    draw = torch.Generator().manual_seed(0)
-    difficulty, better = torch.rand(400, generator=draw), 0.02 + 0.1 * torch.randn(400, generator=draw)
-    first, second = difficulty * 0.6 + 0.2, (difficulty * 0.6 + 0.2 + better).clamp(0, 1)
-    first[::7] = second[::7] = torch.nan
-    found = cz.metrics.paired_bootstrap(first, second, resamples=2000)
-    counted = ~first.isnan()
-    differences = (second - first)[counted].double()
-    half = 1.96 * differences.std().item() / len(differences) ** 0.5  # of many queries the mean is normal
-    assert found.mean == pytest.approx(differences.mean().item(), abs=1e-12)
-    assert (found.mean - found.low, found.high - found.mean) == pytest.approx((half, half), rel=0.1)
-    unpaired = cz.metrics.paired_bootstrap(first[counted], second[counted].roll(70))
-    assert unpaired.high - unpaired.low > 2 * (found.high - found.low)
-
-    def on_rank(first, second):
-        return cz.metrics.paired_bootstrap(first, second, resamples=2000)
-
-    split = [250, 0, 150]
-    each = list(zip(first.split(split), second.split(split), strict=True))
-    assert worlds.run(3, on_rank, each=each) == [found] * 3
-
-
-def test_values_that_are_not_paired_are_refused():
-    ones = torch.ones(3)
-    for first, second, settings, says in (
-        (ones, torch.ones(2), {}, "values of the same queries"),
-        (ones, torch.tensor([1.0, 1.0, math.nan]), {}, "values of the same queries"),
-        (ones, ones * 2, {}, "second are one number from 0 to 1 per query"),
-        (ones, ones.long(), {}, "second are one number from 0 to 1 per query"),
-        (ones * math.nan, ones * math.nan, {}, "no query counts"),
-        (ones, ones, {"confidence": 95}, "confidence is a number between 0 and 1, got 95"),
-        (ones, ones, {"resamples": 0}, "resamples is an integer in 1 … 1000000, got 0"),
-        (ones, ones, {"seed": -1}, "seed is an integer of at least 0, got -1"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            cz.metrics.paired_bootstrap(first, second, **settings)
 
 
 def random_rows(n, m, seed):
@@ -379,15 +328,9 @@ def test_ir_measures_and_torchmetrics_agree_but_where_it_is_said():
             assert found[name] < value if name == "map@10" else found[name] == pytest.approx(value, abs=1e-6), name
 
 
-def test_recall_is_the_hit_rate_and_top_k_accuracy():
-    a, b, labels, other = random_rows(40, 40, 6)
+def test_the_hit_rate_is_scikit_learns_top_k_accuracy():
+    a, b, _, _ = random_rows(40, 40, 6)
     b = a + b
-    of = {"labels": labels, "gallery_labels": other, "normalize": False}
-    assert (
-        cz.metrics.hit_rate_at_k(a, b, k=5, **of)
-        == cz.metrics.evaluate(a, b, metrics=["hit_rate@5"], **of)["hit_rate@5"]
-    )
-    found = cz.metrics.cross_modal_recall(a, b, k=[1, 5], normalize=False)
     for k in (1, 5):
-        for name, scores in (("first_to_second", a @ b.T), ("second_to_first", b @ a.T)):
-            assert found[f"{name}@{k}"] == pytest.approx(top_k_accuracy_score(np.arange(40), scores.numpy(), k=k))
+        found = cz.metrics.evaluate(a, b, metrics=[f"hit_rate@{k}"], normalize=False)[f"hit_rate@{k}"]
+        assert found == pytest.approx(top_k_accuracy_score(np.arange(40), (a @ b.T).numpy(), k=k))

@@ -1,4 +1,4 @@
-"""The nearest rows are those of one process for every split; an index is measured; a mistake is one error on all ranks."""
+"""The nearest rows are those of one process for every split; a mistake is one error on all ranks."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.search import Gallery
-from tests.helpers import common_error, local_shard, numbers
+from tests.helpers import common_error, numbers
 
 pytestmark = pytest.mark.data
 
@@ -93,51 +93,13 @@ def test_elements_that_float32_does_not_hold_are_compared_in_float64():
 def test_a_rank_compares_its_share_of_the_candidates():
     draw = torch.Generator().manual_seed(0)
     rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
-    halves = [Gallery("top_k", half, True, None, cz.World()) for half in rows.split(1000)]
+    halves = [Gallery(half, True) for half in rows.split(1000)]
     unit, nothing = prepared(queries, normalize=True), torch.empty(60, 0, dtype=torch.int64)
     proposals = [half.proposals(unit, 30, nothing) for half in halves]
     floor = torch.cat([x.reached(30) for x in proposals], 1).topk(30).values[:, -1:]
     found = [half.top(unit, 30, nothing, x, floor) for half, x in zip(halves, proposals, strict=True)]
     compared = sum((scores > -math.inf).sum().item() for scores, _, _ in found)
     assert 60 * 30 <= compared <= 60 * 30 + 6
-
-
-def test_an_index_is_an_approximation(worlds):
-    rows = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
-
-    def job():
-        shard = local_shard(rows, (1500, 500))
-        exact, some = (cz.metrics.ApproximateIndex("IVF16,Flat", f"nprobe={number}") for number in (16, 4))
-        nearest, *found = (cz.metrics.top_k(shard[:50], shard, k=5, index=how).indices for how in (None, exact, some))
-        recalls = [(nearest[:, :, None] == x[:, None]).any(2).double().mean().item() for x in found]
-        labels = torch.arange(len(shard)) % 7
-        precision = cz.metrics.evaluate(shard, labels=labels, metrics=["precision@5"], index=exact)
-        return *recalls, precision == cz.metrics.evaluate(shard, labels=labels, metrics=["precision@5"])
-
-    for complete, most, same in worlds.run(2, job):
-        assert (complete, same) == (1.0, True)
-        assert 0.4 < most < 1.0
-
-
-def test_an_index_that_faiss_cannot_build_on_one_rank_is_refused_on_all(worlds):
-    rows, labels = torch.randn(300, 4, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 7
-
-    def job(shards, factory, measure):
-        index, shard = cz.metrics.ApproximateIndex(factory), local_shard(rows, shards)
-        if measure:
-            return cz.metrics.evaluate(shard, labels=local_shard(labels, shards), metrics=["precision@1"], index=index)
-        return cz.metrics.top_k(shard, k=1, index=index).indices.shape
-
-    few = "rank 1: faiss cannot build the index 'IVF16,Flat' with parameters '' of 10 rows"
-    for shards, factory, measure, says in (
-        ((290, 10), "IVF16,Flat", False, few),
-        ((300, 0), "IVF16,What", True, "rank 0: faiss cannot build the index 'IVF16,What'"),
-    ):
-        bad = (shards, factory, measure)
-        text, good = common_error(worlds, 2, lambda x=bad: job(*x), lambda: job((200, 100), "HNSW16", False))
-        assert says in text
-        assert "pass index=None" in text
-        assert good == [(200, 1), (100, 1)]
 
 
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
@@ -148,7 +110,6 @@ NAN, NESTED = (
 PLACES = torch.arange(30)
 CALLS = {
     "evaluate": lambda queries, gallery, **of: cz.metrics.evaluate(queries, gallery, **of),
-    "hit_rate_at_k": lambda queries, gallery, **of: cz.metrics.hit_rate_at_k(queries, gallery, **of),
     "top_k": lambda queries, gallery, **_: cz.metrics.top_k(queries, gallery, k=1),
     "mine_hard_negatives": lambda queries, gallery, **_: cz.data.mine_hard_negatives(queries, gallery, PLACES),
     "RetrievalMetrics": lambda queries, gallery, **of: of_metrics(queries, gallery, **of),
@@ -240,16 +201,16 @@ def evaluate_judgements():
     return cz.metrics.evaluate(ONES, ids=ids, judgements=(ids[:1], item, torch.ones(1)))
 
 
-evaluate, top_k, hit_rate_at_k = cz.metrics.evaluate, cz.metrics.top_k, cz.metrics.hit_rate_at_k
+evaluate, top_k = cz.metrics.evaluate, cz.metrics.top_k
 MISTAKES = {
     "k beyond the gallery": (lambda: evaluate(ONES, OTHERS, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
     "k of a search": (lambda: top_k(ONES, OTHERS, k=7), ("1 and the 6 rows", "got 7")),
-    "k of leave one out": (lambda: hit_rate_at_k(ONES, labels=IDS, k=6), ("1 and the 5 rows",)),
+    "k of leave one out": (lambda: evaluate(ONES, labels=IDS, metrics=["hit_rate@6"]), ("1 and the 5 rows",)),
     "no faiss on one rank": (
         lambda: without("faiss", lambda: top_k(ONES, OTHERS, k=1)),
         ("rank 1", "pip install 'contrastive_zoo[faiss]'"),
     ),
-    "k is zero": (lambda: hit_rate_at_k(ONES, OTHERS, k=0), ("k is between 1", "got 0")),
+    "k is zero": (lambda: top_k(ONES, OTHERS, k=0), ("k is between 1", "got 0")),
     "k differs": (lambda: evaluate(ONES, OTHERS, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
     "NaN on one rank": (lambda: evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
     "NaN in a search": (lambda: top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
@@ -259,8 +220,8 @@ MISTAKES = {
         lambda: evaluate(ONES, OTHERS, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
         ("labels",),
     ),
-    "labels of the queries alone": (lambda: hit_rate_at_k(ONES, OTHERS, labels=IDS), ("come together",)),
-    "too many labels": (lambda: hit_rate_at_k(ONES, labels=torch.arange(4)), ("one per row, got 4 for 3 rows",)),
+    "labels of the queries alone": (lambda: evaluate(ONES, OTHERS, labels=IDS), ("come together",)),
+    "too many labels": (lambda: evaluate(ONES, labels=torch.arange(4)), ("one per row, got 4 for 3 rows",)),
     "unmatched query": (
         lambda: evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
         ("rank 1", "query 3"),
@@ -268,11 +229,6 @@ MISTAKES = {
     "unmatched item": (evaluate_judgements, ("2 of ", "gallery_ids")),
     "unequal partners": (lambda: evaluate(ONES, OTHERS[rank() :]), ("6 queries", "5 rows")),
     "unknown metric": (lambda: evaluate(ONES, labels=IDS, metrics=["recall"]), ("no metric recall", "recall@k")),
-    "unknown ties": (lambda: evaluate(ONES, labels=IDS, ties="average"), ("'expected'", "'average'")),
-    "whole ranking of an index": (
-        lambda: evaluate(ONES, labels=IDS, metrics=["map"], index=cz.metrics.ApproximateIndex("HNSW8")),
-        ("map needs all positions",),
-    ),
     "a pair twice": (lambda: evaluate(ONES, **JUDGED), ("a pair twice",)),
     "excluded of another length": (lambda: top_k(ONES, OTHERS, k=1, excluded=IDS[:2, None]), ("3 queries",)),
     "dot products that overflow": (
@@ -288,19 +244,17 @@ MISTAKES = {
         lambda: evaluate(ONES, ids=IDS, judgements=(IDS, IDS, IDS.double() * 5e307)),
         ("grades must be at most 1e+300",),
     ),
-    "k is a list": (lambda: hit_rate_at_k(ONES, OTHERS, k=[1, 2]), ("k is between 1", "got [1, 2]")),
+    "k is a list": (lambda: top_k(ONES, OTHERS, k=[1, 2]), ("k is an integer", "got [1, 2]")),
     "an empty gallery": (lambda: top_k(ONES, ONES[:0], k=1), ("0 rows",)),
-    "every sample ignored": (
-        lambda: evaluate(ONES, labels=IDS * 0, ignore_label=0, metrics=["recall@1"]),
-        ("1 and the 0 rows", "got 1"),
-    ),
 }
+
+
+def partners_found():
+    return evaluate(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]], metrics=["hit_rate@1"])
 
 
 def test_a_mistake_is_one_error_on_every_rank(worlds):
     for mistake, (bad, words) in MISTAKES.items():
-        text, after = common_error(
-            worlds, 2, bad, lambda: hit_rate_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]])
-        )
+        text, after = common_error(worlds, 2, bad, partners_found)
         assert all(word in text for word in words), (mistake, text)
-        assert after == [1.0, 1.0], mistake
+        assert after == [{"hit_rate@1": 1.0}] * 2, mistake
