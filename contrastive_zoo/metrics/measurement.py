@@ -202,5 +202,5 @@ def _counts_at(
 
 def _of_round(totals: Runs, block: Round) -> Runs:
     begin, end = np.searchsorted(totals.query, [block.local.start, block.local.stop])
-    query, *columns = (x[begin:end] for x in totals)
-    return Runs(query - block.local.start, *columns)
+    query, start, number, grade = totals
+    return Runs(query[begin:end] - block.local.start, start[begin:end], number[begin:end], grade[begin:end])

@@ -30,7 +30,6 @@ MANY = 20  # samples whose order is hardly ever the same by chance
 
 
 Ints = NDArray[np.int64]
-Parts = list[list[list[int]]]  # what each rank yields
 KINDS = (GlobalBatchSampler, MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler, OneDatasetBatchSampler)
 
 
@@ -45,30 +44,27 @@ class SamplerTrial:
     epoch: int
     step: int
     shuffled: bool = True
-    labels: Ints | None = None
-    group: tuple[int, int] = (0, 0)
-    columns: Ints | None = None
+    values: Ints | None = None  # classes, or values of which no two samples of a batch have the same, [n, columns]
+    group: tuple[int, int] = (1, 0)  # how many samples of a class, and of how many classes, are in a full batch
     lengths: Ints | None = None
     chunk_tokens: int = 0
     sources: Ints | None = None
     times: tuple[int, int] = (1, 1)
 
-    def sampler(self, rank: int, world_size: int) -> BaseBatchSampler:
-        return self.make(process_group=World(rank, world_size))
-
-    def yielded(self, world_size: int, epoch: int, state: Mapping[str, Any] | None = None) -> Parts:
+    def yielded(self, world_size: int, epoch: int, state: Mapping[str, Any] | None = None) -> list[list[list[int]]]:
+        """Return the parts of each batch."""
         found = []
         for rank in range(world_size):
-            sampler = self.sampler(rank, world_size)
+            sampler = self.make(process_group=World(rank, world_size))
             if state is None:
                 sampler.set_epoch(epoch)
             else:
                 sampler.load_state_dict(state)
             found.append(list(sampler))
-        return found
+        return [list(parts) for parts in zip_longest(*found, fillvalue=[])]
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> list[list[list[int]]]:
         return self.yielded(self.world_size, self.epoch)
 
     @cached_property
@@ -77,7 +73,7 @@ class SamplerTrial:
 
     @cached_property
     def alone(self) -> list[list[int]]:
-        return self.yielded(1, self.epoch)[0]
+        return merged(self.yielded(1, self.epoch))
 
     def chunks(self, part: Sequence[int]) -> int:
         """Return the fewest chunks of at most ``chunk_tokens`` padded tokens that hold these samples."""
@@ -90,8 +86,8 @@ class SamplerTrial:
         return number
 
 
-def merged(parts: Parts) -> list[list[int]]:
-    return [list(chain.from_iterable(of_ranks)) for of_ranks in zip_longest(*parts, fillvalue=())]
+def merged(parts: list[list[list[int]]]) -> list[list[int]]:
+    return [list(chain.from_iterable(of_ranks)) for of_ranks in parts]
 
 
 def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
@@ -119,11 +115,12 @@ def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
             values, counts = np.unique(labels, return_counts=True)
         used = counts > (settings["singletons"] == "drop")
         settings |= {"m": number(2, 7), "classes_per_batch": number(1, used.sum() + 1)}
-        data, about = (labels,), {"labels": labels, "group": (settings["m"], settings["classes_per_batch"])}
+        data, about = (labels,), {"values": labels[:, None], "group": (settings["m"], settings["classes_per_batch"])}
         about["samples"] = np.flatnonzero(np.isin(labels, values[used])).tolist()
     elif issubclass(kind, NoDuplicatesBatchSampler):
-        about["columns"] = skewed(size, 2 * size).reshape(size, 2)[:, : number(1, 3)]
-        settings["batch_size"], data = number(1, 40), tuple(about["columns"].T)
+        about["values"] = skewed(size, 2 * size).reshape(size, 2)[:, : number(1, 3)]
+        settings["batch_size"], data = number(1, 40), tuple(about["values"].T)
+        about["group"] = 1, settings["batch_size"]
     elif issubclass(kind, TokenBatchSampler):
         about["lengths"] = 1 + skewed(50, size)
         settings |= {"chunk_tokens": number(about["lengths"].max(), 200), "chunks_per_batch": number(1, 9)}
@@ -145,124 +142,119 @@ def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
     )  # fmt: skip
 
 
-def same_number_of_batches(trial: SamplerTrial) -> Iterator[str]:
-    """Every rank yields as many batches as one process, and as the sampler's length says: no rank leaves an epoch early."""
-    for rank, batches in enumerate(trial.parts):
-        sampler = trial.sampler(rank, trial.world_size)
-        sampler.set_epoch(trial.epoch)
-        if not len(batches) == len(sampler) == len(trial.alone):
-            yield f"rank {rank} yields {len(batches)} of {len(sampler)} batches; one process: {len(trial.alone)}"
-
-
-def same_global_batches(trial: SamplerTrial) -> Iterator[str]:
+def same_global_batches(trial: SamplerTrial) -> bool:
     """The parts of all ranks, concatenated in rank order, are the batches of one process."""
-    if trial.batches != trial.alone:
-        yield f"W={trial.world_size}: {trial.batches}; one process: {trial.alone}"
+    return trial.batches == trial.alone
 
 
-def each_sample_once(trial: SamplerTrial) -> Iterator[str]:
+def as_many_batches_on_every_rank(trial: SamplerTrial) -> bool:
+    """Every rank yields as many batches as the sampler's length says: none leaves an epoch early."""
+    samplers = [trial.make(process_group=World(rank, trial.world_size)) for rank in range(trial.world_size)]
+    return all(len([*sampler]) == len(sampler) for sampler in samplers)
+
+
+def each_sample_once(trial: SamplerTrial) -> bool:
     """An epoch has every sample exactly once, over all ranks, unless data sets are repeated or cut."""
     counts, (low, high) = Counter(chain.from_iterable(trial.batches)), trial.times
-    if counts.keys() - set(trial.samples) or not all(low <= counts[x] <= high for x in trial.samples):
-        yield f"samples and how often they occur: {counts}; expected: {low} … {high}"
+    return counts.keys() <= set(trial.samples) and all(low <= counts[x] <= high for x in trial.samples)
 
 
-def even_shares(trial: SamplerTrial) -> Iterator[str]:
+def even_shares(trial: SamplerTrial) -> bool:
     """The ranks' numbers of samples, or of chunks, differ by one at most."""
-    for of_ranks in zip(*trial.parts, strict=False):
-        sizes = [len(part) if trial.lengths is None else trial.chunks(part) for part in of_ranks]
-        if max(sizes) - min(sizes) > 1:
-            yield f"the ranks have {sizes}"
+    size = len if trial.lengths is None else trial.chunks
+    return all(max(map(size, parts)) - min(map(size, parts)) <= 1 for parts in trial.parts)
 
 
-def same_after_resume(trial: SamplerTrial) -> Iterator[str]:
+def same_after_resume(trial: SamplerTrial) -> bool:
     """A run that stops after a step and continues on another number of ranks has the batches of one that did not stop."""
     step = trial.step % (len(trial.alone) + 1)
-    before = trial.sampler(0, trial.world_size)
+    before = trial.make(process_group=World(0, trial.world_size))
     before.set_epoch(trial.epoch)
     found = merged(trial.yielded(trial.other_world_size, trial.epoch, before.state_dict(step=step)))
-    expected = trial.alone[step:] or trial.yielded(1, trial.epoch + 1)[0]
-    if found != expected:
-        yield f"resumed after {step} batches on W={trial.other_world_size}: {found}; one process: {expected}"
+    return found == (trial.alone[step:] or merged(trial.yielded(1, trial.epoch + 1)))
 
 
-def new_order_each_epoch(trial: SamplerTrial) -> Iterator[str]:
+def new_order_each_epoch(trial: SamplerTrial) -> bool:
     """The next epoch has other batches, unless the sampler does not shuffle."""
-    if trial.shuffled and len(trial.samples) >= MANY and trial.yielded(1, trial.epoch + 1)[0] == trial.alone:
-        yield f"epochs {trial.epoch} and {trial.epoch + 1} have the same batches"
+    few = not trial.shuffled or len(trial.samples) < MANY
+    return few or merged(trial.yielded(1, trial.epoch + 1)) != trial.alone
 
 
-def positive_in_batch(trial: SamplerTrial) -> Iterator[str]:
+def counts_by_batch(trial: SamplerTrial) -> list[Counter[int]]:
+    """Return how many samples of a batch have each value."""
+    values = trial.values
+    return (
+        [] if values is None else [Counter(x for i in batch for x in {*values[i].tolist()}) for batch in trial.batches]
+    )
+
+
+def positive_in_batch(trial: SamplerTrial) -> bool:
     """Every sample of a class with at least two has a positive in its global batch."""
-    members = Counter([] if trial.labels is None else trial.labels.tolist())
-    for batch in trial.batches if trial.labels is not None else ():
-        alone = [x for x, count in Counter(trial.labels[batch].tolist()).items() if count == 1 and members[x] > 1]
-        if alone:
-            yield f"a batch has one sample of each of the classes {alone}"
+    by_batch = counts_by_batch(trial) if trial.group[0] > 1 else []
+    members = sum(by_batch, Counter[int]())
+    return all(count > 1 or members[x] == 1 for counts in by_batch for x, count in counts.items())
 
 
-def m_of_each_class(trial: SamplerTrial) -> Iterator[str]:
+def m_of_each_class(trial: SamplerTrial) -> bool:
     """A batch has groups of p different classes; a group has m samples, but for the remainder of a class."""
-    if trial.labels is None:
-        return
-    m, p = trial.group
-    by_batch = [Counter(trial.labels[x].tolist()) for x in trial.batches]
-    groups = Counter(label for counts in by_batch for label in counts)
-    odd = Counter(label for counts in by_batch for label, count in counts.items() if count != m)
-    most, total = max(groups.values()), sum(groups.values())
-    if any(len(counts) > p or max(counts.values()) > m + 1 for counts in by_batch):
-        yield f"batches have the classes {by_batch}; expected: {p} of {m}"
-    if odd and max(odd.values()) > 1:
-        yield f"class {odd.most_common(1)[0][0]} has {max(odd.values())} groups of another size than {m}"
-    if len(by_batch) != max(most, -(-total // p)):
-        yield f"an epoch has {len(by_batch)} batches; {total} groups, at most {most} of a class, p={p}"
+    (m, p), by_batch = trial.group, counts_by_batch(trial)
+    groups = Counter(x for counts in by_batch for x in counts)
+    odd = Counter(x for counts in by_batch for x, count in counts.items() if count != m)
+    fewest = max(*groups.values(), -(-groups.total() // p)) if m > 1 else len(by_batch)
+    allowed = all(len(counts) <= p and max(counts.values()) <= m + 1 for counts in by_batch if m > 1)
+    return allowed and max(odd.values(), default=0) <= 1 and len(by_batch) == fewest
 
 
-def full_as_long_as_possible(trial: SamplerTrial) -> Iterator[str]:
+def full_as_long_as_possible(trial: SamplerTrial) -> bool:
     """Full batches, of p classes or of so many samples, come first; no choice without repetitions has more of them."""
-    if trial.labels is not None:
-        values, size = trial.labels, trial.group[1]
-    elif trial.columns is not None and trial.columns.shape[1] == 1:
-        values, size = trial.columns[:, 0], trial.sampler(0, 1).batch_size  # type: ignore[attr-defined]  # of its kind
-    else:
-        return
-    in_batch = [set(values[batch].tolist()) for batch in trial.batches]
-    times = np.bincount(np.unique([x for of_batch in in_batch for x in of_batch], return_inverse=True)[1])
+    if trial.values is None or trial.values.shape[1] > 1:
+        return True
+    size, sizes = trial.group[1], [len(counts) for counts in counts_by_batch(trial)]
+    times = np.array([*Counter(x for counts in counts_by_batch(trial) for x in counts).values()])
     expected = max(n for n in range(times.sum() + 1) if np.minimum(times, n).sum() >= n * size)
-    sizes = [len(x) for x in in_batch]
-    if [x == size for x in sizes] != [True] * expected + [False] * (len(sizes) - expected):
-        yield f"batches have {sizes} values; the first {expected} can have {size}"
+    return [x == size for x in sizes] == [True] * expected + [False] * (len(sizes) - expected)
 
 
-def no_value_twice(trial: SamplerTrial) -> Iterator[str]:
-    for batch in trial.batches if trial.columns is not None else ():
-        counts = Counter(value for sample in batch for value in set(trial.columns[sample].tolist()))
-        if max(counts.values(), default=0) > 1:
-            yield f"a batch has samples with a value: {counts.most_common(1)}"
+def no_value_twice(trial: SamplerTrial) -> bool:
+    return trial.group[0] > 1 or all(count == 1 for counts in counts_by_batch(trial) for count in counts.values())
 
 
-def chunks_stay_whole(trial: SamplerTrial) -> Iterator[str]:
+def chunks_stay_whole(trial: SamplerTrial) -> bool:
     """The ranks' parts need no more chunks than the global batch, so that no rank exceeds its share of padded tokens."""
-    for of_ranks in zip(*trial.parts, strict=True) if trial.lengths is not None else ():
-        found, whole = sum(map(trial.chunks, of_ranks)), trial.chunks([*chain.from_iterable(of_ranks)])
-        if found != whole:
-            yield f"the parts of a batch need {found} chunks of {trial.chunk_tokens} tokens, not {whole}"
+    if trial.lengths is None:
+        return True
+    return all(sum(map(trial.chunks, parts)) == trial.chunks([*chain.from_iterable(parts)]) for parts in trial.parts)
 
 
-def batches_fill_the_budget(trial: SamplerTrial) -> Iterator[str]:
+def batches_fill_the_budget(trial: SamplerTrial) -> bool:
     """A batch has the chunks that were asked for, and one more sample would need another chunk."""
-    sampler = trial.sampler(0, 1)
-    for batch, after in zip_longest(trial.batches, trial.batches[1:], fillvalue=[]):
-        if isinstance(sampler, TokenBatchSampler):
-            number, more = trial.chunks(batch), [trial.chunks([*batch, x]) for x in after]
-            if number > sampler.chunks_per_batch or (more and max(more) <= sampler.chunks_per_batch):
-                yield f"a batch has {number} chunks; with another sample {more}: {sampler.chunks_per_batch}"
+    sampler = trial.make(process_group=World())
+    if not isinstance(sampler, TokenBatchSampler):
+        return True
+    most, after = sampler.chunks_per_batch, [*trial.batches[1:], []]
+    fits = all(trial.chunks(batch) <= most for batch in trial.batches)
+    more = (
+        max((trial.chunks([*x, y]) for y in of), default=most + 1) for x, of in zip(trial.batches, after, strict=True)
+    )
+    return fits and all(x > most for x in more)
 
 
-def one_source_in_a_batch(trial: SamplerTrial) -> Iterator[str]:
-    for batch in trial.batches if trial.sources is not None else ():
-        if len(sources := set(trial.sources[batch].tolist())) > 1:
-            yield f"a batch has samples of the data sets {sources}"
+def one_source_in_a_batch(trial: SamplerTrial) -> bool:
+    return trial.sources is None or all(len({*trial.sources[batch].tolist()}) <= 1 for batch in trial.batches)
+
+
+def drop_last_leaves_out_the_last_batches_that_are_not_full(trial: SamplerTrial) -> bool:
+    if trial.sources is not None:  # each data set has its own
+        return True
+    sampler: Any = trial.make(process_group=World())
+    if isinstance(sampler, TokenBatchSampler):
+        full = [trial.chunks(batch) == sampler.chunks_per_batch for batch in trial.alone]
+    elif isinstance(sampler, MPerClassBatchSampler):
+        full = [len(counts) == sampler.classes_per_batch for counts in counts_by_batch(trial)]
+    else:
+        full = [len(batch) == sampler.batch_size for batch in trial.alone]
+    end = max((i + 1 for i, is_full in enumerate(full) if is_full), default=0)
+    return replace(trial, make=partial(trial.make, drop_last=True)).batches == trial.alone[:end]
 
 
 def own_batches(self: Any) -> Iterator[list[int]]:
@@ -338,13 +330,12 @@ def remainder_to_the_last(self: Any, batch: NDArray[np.int64], world_size: int) 
     return [*(rank * (len(batch) // world_size) for rank in range(world_size)), len(batch)]
 
 
-Invariant = Callable[[SamplerTrial], Iterator[str]]
-MISTAKES: dict[Invariant, tuple[type[BaseBatchSampler], dict[str, Any]]] = {
-    same_number_of_batches: (
+MISTAKES: dict[Callable[[SamplerTrial], bool], tuple[type[BaseBatchSampler], dict[str, Any]]] = {
+    same_global_batches: (GlobalBatchSampler, {"__iter__": own_batches}),
+    as_many_batches_on_every_rank: (
         GlobalBatchSampler,
         {"__iter__": lambda self: filter(None, GlobalBatchSampler.__iter__(self))},  # empty parts are skipped
     ),
-    same_global_batches: (GlobalBatchSampler, {"__iter__": own_batches}),
     each_sample_once: (GlobalBatchSampler, {"__iter__": padded}),
     even_shares: (GlobalBatchSampler, {"bounds": remainder_to_the_last}),
     same_after_resume: (
@@ -362,47 +353,28 @@ MISTAKES: dict[Invariant, tuple[type[BaseBatchSampler], dict[str, Any]]] = {
     chunks_stay_whole: (TokenBatchSampler, {"bounds": bounds_of_samples}),
     batches_fill_the_budget: (TokenBatchSampler, {"global_batches": real_tokens_counted}),
     one_source_in_a_batch: (OneDatasetBatchSampler, {"global_batches": turns_of_samples, "bounds": bounds_of_samples}),
+    drop_last_leaves_out_the_last_batches_that_are_not_full: (
+        GlobalBatchSampler,
+        {"kept_batches": lambda self, epoch: self.global_batches(epoch)},
+    ),
 }
-"""All invariants, the most basic first, and a sampler with the mistake that each catches: its kind, and other methods."""
+"""All invariants, and a sampler with the mistake that each catches: its kind, and other methods."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_random_samplers_keep_the_invariants(kind: type[BaseBatchSampler]) -> None:
     for seed in CASES:
         trial = random_trial(seed, kind)
-        assert [(seed, x.__name__, says) for x in MISTAKES for says in x(trial)] == []
+        assert [(seed, x.__name__) for x in MISTAKES if not x(trial)] == []
 
 
 def test_each_invariant_catches_its_mistake() -> None:
     for invariant, (kind, methods) in MISTAKES.items():
         mistaken = type(f"Mistaken{kind.__name__}", (kind,), methods)
-        assert any(says for seed in range(40) for says in invariant(random_trial(seed, mistaken))), invariant.__name__
+        assert not all(invariant(random_trial(seed, mistaken)) for seed in range(40)), invariant.__name__
 
 
-def is_full(sampler: Any, trial: SamplerTrial, batch: list[int]) -> bool:
-    if trial.labels is not None:
-        return len(set(trial.labels[batch].tolist())) == sampler.classes_per_batch
-    return (len(batch) if trial.lengths is None else trial.chunks(batch)) == (
-        sampler.batch_size if trial.lengths is None else sampler.chunks_per_batch
-    )
-
-
-def mistaken_about_drop_last(make: Callable[..., BaseBatchSampler]) -> list[int]:
-    """Return the seeds of trials whose sampler leaves out anything but the last batches that are not full."""
-    found = []
-    for kind in KINDS[:-1]:  # of several data sets, each sampler has its own
-        for seed in CASES:
-            trial = random_trial(seed, kind)
-            ends = [i + 1 for i, batch in enumerate(trial.alone) if is_full(trial.sampler(0, 1), trial, batch)]
-            dropping = replace(trial, make=partial(make, trial.make))
-            if dropping.batches != trial.alone[: max(ends, default=0)] or any(same_number_of_batches(dropping)):
-                found.append(seed)
-    return found
-
-
-def test_drop_last_leaves_out_the_last_batches_that_are_not_full() -> None:
-    assert mistaken_about_drop_last(lambda make, **options: make(drop_last=True, **options)) == []
-    assert mistaken_about_drop_last(lambda make, **options: make(**options)) != []
+def test_batches_in_order_are_those_of_torch() -> None:
     for size, drop_last in ((4, True), (3, True), (4, False), (20, True)):
         sampler = GlobalBatchSampler(9, batch_size=size, shuffle=False, drop_last=drop_last, process_group=World())
         assert list(sampler) == list(BatchSampler(range(9), size, drop_last))
