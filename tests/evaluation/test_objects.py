@@ -1,11 +1,7 @@
-"""Metrics of collected batches are those of the function, in a loop and in Lightning."""
-
-import logging
-import warnings
+"""Metrics of collected batches are those of the function."""
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_zoo as cz
 from tests.helpers import error_message
@@ -80,35 +76,3 @@ def test_numbers_have_one_dtype_also_on_a_rank_that_has_collected_none(worlds):
     assert found == [expected] * 3
     assert expected[1] == cz.metrics.evaluate(ROWS.double(), labels=LABELS, metrics=["map"])["map"]
     assert "before any update()" in expected[2]
-
-
-def test_lightning_logs_it(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's own, about few workers and deprecated calls
-        lightning = pytest.importorskip("lightning.pytorch")
-
-        class Model(lightning.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.encoder = torch.nn.Linear(8, 4)
-                self.metric = cz.metrics.RetrievalMetrics(NAMES)
-
-            def validation_step(self, batch, _):
-                rows, labels = batch
-                self.metric.update(self.encoder(rows), labels)
-
-            def on_validation_epoch_end(self):
-                self.log_dict(self.metric.compute())
-                self.metric.reset()
-
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        trainer = lightning.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                                    enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path)  # fmt: skip
-        model = Model()
-        loader = DataLoader(TensorDataset(ROWS, LABELS), batch_size=16)
-        (found,) = trainer.validate(model, loader, verbose=False)
-        (again,) = trainer.validate(model, loader, verbose=False)  # it has been reset
-    with torch.no_grad():
-        expected = cz.metrics.evaluate(model.encoder(ROWS), labels=LABELS, metrics=NAMES)
-    assert found == again
-    assert found == pytest.approx(expected, abs=1e-6)

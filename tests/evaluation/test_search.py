@@ -2,7 +2,6 @@
 
 import math
 import sys
-from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -147,40 +146,6 @@ def test_a_memory_says_how_to_leave_out_nan():
     assert "check_finite" not in str(error.value)
     with pytest.raises(ValueError, match="check_finite=False lets them through"):
         cz.DistributedLoss(cz.NTXent())(NAN, ROWS)
-
-
-def test_a_query_does_not_find_the_item_of_its_id(worlds):
-    """Metrics of a gallery with the queries are those of the queries among themselves, however items are split."""
-    names, order = ["precision@1", "knn_accuracy@3", "map", "map@r"], PLACES.flip(0)
-    labels = PLACES % 5
-    expected = cz.metrics.evaluate(ROWS, labels=labels, metrics=names)
-
-    def job(queries, labels, ids, *items):
-        gallery = dict(zip(("gallery", "gallery_labels", "gallery_ids"), items, strict=True))
-        return cz.metrics.evaluate(queries, labels=labels, ids=ids, **gallery, metrics=names)
-
-    tensors = ROWS, labels, PLACES, ROWS[order], labels[order], order
-    assert job(*tensors) == expected
-    for split, of_gallery in (((20, 10), (0, 30)), ((0, 25, 5), (3, 1, 26))):
-        each = [x.split(split if i < 3 else of_gallery) for i, x in enumerate(tensors)]
-        assert worlds.run(len(split), job, each=list(zip(*each, strict=True))) == [expected] * len(split)
-
-
-def test_mining_in_one_set_leaves_out_the_query_itself(worlds):
-    positives = (PLACES + 1) % 30
-    both = torch.stack([positives, PLACES], 1)
-    whole = cz.data.mine_hard_negatives(ROWS, ROWS.clone(), both, num_negatives=2, output="n-tuple")
-    expected = whole["negative"][whole["positive"] == positives[whole["query"]].numpy()].tolist()
-
-    def job(queries, positives):
-        return cz.data.mine_hard_negatives(queries, None, positives, num_negatives=2, output="n-tuple")[
-            "negative"
-        ].tolist()
-
-    assert job(ROWS, positives) == expected
-    for split in ((20, 10), (0, 29, 1)):
-        each = list(zip(ROWS.split(split), positives.split(split), strict=True))
-        assert [*chain.from_iterable(worlds.run(len(split), job, each=each))] == expected
 
 
 rank = dist.get_rank

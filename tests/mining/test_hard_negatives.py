@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ N, M, D = 37, 90, 6
 COLUMNS = ("query", "positive", "negative", "positive_score", "negative_score")
 
 
-def data(seed: int = 0, ties: bool = False) -> dict[str, Tensor]:
+def data(seed: int = 0, *, ties: bool = False, alone: bool = False) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if ties:
         queries, corpus = (torch.randint(-1, 2, (size, 3), generator=generator).float() for size in (N, M))
@@ -34,23 +35,26 @@ def data(seed: int = 0, ties: bool = False) -> dict[str, Tensor]:
         queries, corpus = numbers(N, D, seed=seed).float(), numbers(M, D, seed=seed + 1).float()
     positives = torch.randint(0, M, (N, 2), generator=generator)
     positives[::3, 1] = -1
-    return {
-        "queries": queries,
-        "corpus": corpus,
-        "positives": positives,
-    }
+    if alone:
+        return {"queries": queries, "positives": positives.where(positives < 0, positives % N)}
+    return {"queries": queries, "corpus": corpus, "positives": positives}
+
+
+def mine_in(queries: Tensor, positives: Tensor, corpus: Tensor | None = None, **settings: Any) -> dict[str, Any]:
+    return mine(queries, corpus, positives, **settings)
 
 
 def by_hand(given: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the columns by looking at all pairs one after the other ("top" only)."""
     get = {"range_min": 0, "num_negatives": 3, **settings}.get
-    q, c = (F.normalize(given[name].double(), dim=1) for name in ("queries", "corpus"))
+    alone = "corpus" not in given
+    q, c = (F.normalize(given[x].double(), dim=1) for x in ("queries", "queries" if alone else "corpus"))
     scores = q @ c.T
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for query, positives in enumerate(given["positives"].tolist()):
         positives = [x for x in positives if x >= 0]
         score = scores[query].tolist()
-        candidates = [x for x in range(len(c)) if x not in positives]
+        candidates = [x for x in range(len(c)) if x not in positives and not (alone and x == query)]
         candidates.sort(key=lambda x: (-round(score[x], 6), x))
         worst = min(score[x] for x in positives)
         bounds = [get("max_score", np.inf), worst - get("absolute_margin", -np.inf)]
@@ -85,10 +89,9 @@ def test_one_process_finds_what_a_plain_search_finds() -> None:
     for name, settings in SETTINGS.items():
         # thresholds between equal scores are a matter of the last bit
         for ties in (False, True) if name in ("plain", "range") else (False,):
-            rows = data(ties=ties)
-            for output in ("triplet", "n-tuple"):
-                of = settings | {"output": output}
-                found, expected = mine(**rows, **of), by_hand(rows, of)
+            for alone, output in product((False, True), ("triplet", "n-tuple")):
+                rows, of = data(ties=ties, alone=alone), settings | {"output": output}
+                found, expected = mine_in(**rows, **of), by_hand(rows, of)
                 assert tuple(found) == COLUMNS
                 assert all(isinstance(x, np.ndarray) for x in found.values())  # as datasets and pyarrow take them
                 for column, x in expected.items():
@@ -152,12 +155,14 @@ def splits(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     shards=splits(),
     name=st.sampled_from([*SETTINGS]),
     ties=st.booleans(),
+    alone=st.booleans(),
     more=st.sampled_from([{}, {"sampling": "random"}, {"output": "n-tuple"}]),
 )
 def test_every_split_mines_the_same_bits(
-    shards: tuple[list[int], list[int]], name: str, ties: bool, more: dict[str, Any], worlds: Worlds
+    shards: tuple[list[int], list[int]], name: str, ties: bool, alone: bool, more: dict[str, Any], worlds: Worlds
 ) -> None:
-    same_columns_for_every_split(mine, worlds, data(ties=ties), SETTINGS[name] | more, shards)
+    rows = data(ties=ties, alone=alone)
+    same_columns_for_every_split(mine_in, worlds, rows, SETTINGS[name] | more, shards)
 
 
 def own_corpus(queries: Tensor, corpus: Tensor, positives: Tensor, **settings: Any) -> Any:

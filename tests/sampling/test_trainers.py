@@ -72,23 +72,6 @@ def with_trainer(folder: str, resume: bool) -> list[list[int]]:
     return model.seen
 
 
-def with_accelerate() -> list[list[int]]:
-    """Accelerate: the loader of one process is prepared, which sets the epochs."""
-    from accelerate import Accelerator
-    from accelerate.data_loader import prepare_data_loader
-
-    torchrun_variables()
-    accelerator, model = Accelerator(cpu=True), Recorder()
-    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = prepare_data_loader(loader(), accelerator.device, num_processes=1, process_index=0, put_on_device=True)
-    for _ in range(EPOCHS):
-        for batch in batches:
-            accelerator.backward(wrapped(batch["x"])["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.seen
-
-
 def with_lightning() -> list[list[int]]:
     """Lightning: ``use_distributed_sampler=False``."""
     import lightning
@@ -142,7 +125,6 @@ def test_hugging_face(own: Worlds, tmp_path: Any) -> None:
     pytest.importorskip("accelerate")
     assert merged(own.run(2, quietly, with_trainer, str(tmp_path), False)) == expected()
     assert merged(own.run(2, quietly, with_trainer, str(tmp_path), True)) == expected()[4:]
-    assert merged(own.run(2, quietly, with_accelerate)) == expected()
 
 
 def split_again(rank: int) -> list[int]:
