@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, count
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +9,7 @@ from typing_extensions import Unpack
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, SamplerOptions, size_problem
 from contrastive_zoo.ranks.random_keys import random_keys
-from contrastive_zoo.ranks.row_checks import described, word_problem
-
-Exhausted = Literal["first", "last"]
+from contrastive_zoo.ranks.row_checks import described
 
 
 class OneDatasetBatchSampler(BaseBatchSampler):
@@ -25,14 +22,12 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         bᵢ · (b / bᵢ)^(1 − 1/T)
 
     batches of data set i, rounded. At T = 1 these are all batches, each once; at T = ∞ all data sets have b. A data set that
-    is exhausted begins again, in a new order. With ``exhausted="first"``, b is the smallest of them, and an epoch leaves
-    out batches of larger data sets. Turns are shuffled; batches of one data set keep their sampler's order.
+    is exhausted begins again, in a new order. Turns are shuffled; batches of one data set keep their sampler's order.
 
     Args:
         samplers: a batch sampler for each data set: any of this library or your own.
         sizes: samples of each data set.
         temperature: T ≥ 1, dimensionless, ``math.inf`` included.
-        exhausted: the data set that ends an epoch: the ``"first"`` or the ``"last"`` to be exhausted.
         options: ``seed`` and ``process_group`` of :class:`BaseBatchSampler`. Samplers have ``drop_last``.
 
     Raises:
@@ -55,18 +50,17 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         *,
         sizes: Sequence[int],
         temperature: float = 1.0,
-        exhausted: Exhausted = "last",
         **options: Unpack[SamplerOptions],
     ) -> None:
-        problem = _samplers_problem(samplers, sizes) or word_problem("exhausted", exhausted, Exhausted)
+        problem = _samplers_problem(samplers, sizes)
         if problem is None and options.get("drop_last"):
             problem = "drop_last is that of each data set's sampler, got one of the whole. Pass it to the samplers."
         if problem is None and not (isinstance(temperature, (int, float)) and temperature >= 1):
             problem = f"temperature is a number of at least 1, got {described(temperature)}."
         self.samplers, self.sizes = (list(samplers), tuple(sizes)) if problem is None else ([], ())
-        self.temperature, self.exhausted = temperature, exhausted
-        settings: dict[str, object] = {"samplers": [x._digest for x in self.samplers], "sizes": self.sizes}
-        settings |= {"temperature": temperature, "exhausted": exhausted}
+        self.temperature = temperature
+        of_sets = {"samplers": [x._digest for x in self.samplers], "sizes": self.sizes}
+        settings: dict[str, object] = {**of_sets, "temperature": temperature}
         super().__init__(settings, problem, **options)
         self._starts = np.cumsum([0, *self.sizes])
 
@@ -80,8 +74,8 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         numbers = [len(plan) for plan in plans]
         if not all(numbers):
             raise ValueError(f"OneDatasetBatchSampler: each sampler has a batch, got {numbers} batches.")
-        limit, power = (max if self.exhausted == "last" else min)(numbers), 1 - 1 / self.temperature
-        counts = [max(1, round(n * (limit / n) ** power)) for n in numbers]
+        power = 1 - 1 / self.temperature
+        counts = [round(n * (max(numbers) / n) ** power) for n in numbers]
         turns = np.repeat(np.arange(len(counts)), counts)
         shuffled = turns[np.argsort(random_keys(self.seed, epoch, np.arange(len(turns))))]
         batches = [self._passes(index, plan, epoch) for index, plan in enumerate(plans)]

@@ -69,17 +69,11 @@ def test_batches_mix_classes() -> None:
     assert len(set(pairs)) > 0.6 * len(pairs)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "exhausted", "expected"),
-    [(1, "last", [16, 4, 1]), (2, "last", [16, 8, 4]), (math.inf, "last", [16, 16, 16]),
-     (1, "first", [16, 4, 1]), (2, "first", [4, 2, 1]), (math.inf, "first", [1, 1, 1])],
-)  # fmt: skip
-def test_turns_of_data_sets(temperature: float, exhausted: Any, expected: list[int]) -> None:
+@pytest.mark.parametrize(("temperature", "expected"), [(1, [16, 4, 1]), (2, [16, 8, 4]), (math.inf, [16, 16, 16])])
+def test_turns_of_data_sets(temperature: float, expected: list[int]) -> None:
     sizes = [160, 40, 10]
     samplers = [GlobalBatchSampler(size, batch_size=10, process_group=ONE_PROCESS) for size in sizes]
-    mixed = OneDatasetBatchSampler(
-        samplers, sizes=sizes, temperature=temperature, exhausted=exhausted, process_group=ONE_PROCESS
-    )
+    mixed = OneDatasetBatchSampler(samplers, sizes=sizes, temperature=temperature, process_group=ONE_PROCESS)
     for epoch in range(2):
         mixed.set_epoch(epoch)
         batches = list(mixed)
@@ -164,7 +158,6 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9, 9]), r"one integer for each of the 1 samplers, got \[9, 9\]"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[0]), "a size is an integer of at least 1, got 0"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], temperature=0.5), r"of at least 1, got 0\.5"),
-    (partial(OneDatasetBatchSampler, [NINE], sizes=[9], exhausted="any"), "exhausted is 'first' or 'last', got 'any'"),
     (
         lambda: list(OneDatasetBatchSampler([NINE], sizes=[8])),
         "data set 0 are between 0 and 7, got 0 … 8. Pass the sizes",
