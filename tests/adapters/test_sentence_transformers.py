@@ -7,7 +7,6 @@ import copy
 import random
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from contrastive_zoo.adapters.sentence_transformers import ENCODERS, DistributedSentenceLoss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, assert_says, close, distance, error_message, groups
+from tests.helpers import EVERY_CASE, assert_says, close, distance, error_message
 
 N, D, WORDS = 6, 4, 11
 SPLITS = [(6,), (4, 2), (3, 1, 2), (2, 0, 4)]
@@ -250,49 +249,28 @@ class Found:
     parameters: dict[str, Tensor]
 
 
-def measured(case: Case, loss: Any, model: SentenceTransformer, rows: slice) -> Found:
-    labels = case.labels()
+def bare(loss: nn.Module, **_: Any) -> nn.Module:
+    return loss
+
+
+def measured(
+    case: Case, shards: tuple[int, ...], wrap: Callable[..., Any], *, ddp: bool = False, grad_reduction: str = "mean"
+) -> Found:
+    """Return what a rank computes; the loss's own parameters start differently on every rank."""
+    rank, model = dist.get_rank(), case.build()
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    loss = wrap(case.make(model).double(), grad_reduction=grad_reduction)
+    if ddp:
+        loss = in_trainer(loss, DistributedDataParallel(model))
+    rows, labels = slice(sum(shards[:rank]), sum(shards[: rank + 1])), case.labels()
     value = loss(features(case.columns, rows), None if labels is None else labels[rows])
     total = torch.stack(list(value.values())).sum() if isinstance(value, dict) else value  # as the trainer does
     total.backward()
     encoder = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    theirs = {id(x) for part in loss.modules() if isinstance(part, ENCODERS) for x in part.parameters()}
-    own = {name.removeprefix("loss."): x.grad for name, x in loss.named_parameters() if id(x) not in theirs}
+    theirs = {x for part in loss.modules() if isinstance(part, ENCODERS) for x in part.parameters()}
+    own = {name.removeprefix("loss."): x.grad for name, x in loss.named_parameters() if x not in theirs}
     return Found(torch.stack(tree_leaves(tree_map(torch.Tensor.detach, value))), encoder, own)
-
-
-def alone(case: Case) -> Found:
-    model = case.build()
-    torch.manual_seed(100)
-    random.seed(100)
-    return measured(case, case.make(model).double(), model, slice(None))
-
-
-def together(
-    case: Case,
-    shards: tuple[int, ...],
-    *,
-    ddp: bool = False,
-    grad_reduction: str = "mean",
-    wrap: Callable[..., Any] = DistributedSentenceLoss,
-) -> Found | None:
-    """Run it on the first ranks of a world of three; its own parameters start differently on every rank."""
-    ranks, rank = range(len(shards)), dist.get_rank()
-    within = nullcontext() if len(shards) == 3 else groups(ranks, range(len(shards), 3))
-    with within as group:
-        if rank not in ranks:
-            return None
-
-        def of_rank() -> Found:  # whose DDP ends with it, before its group does
-            model = case.build()
-            torch.manual_seed(100 + rank)
-            random.seed(100 + rank)
-            loss = wrap(case.make(model).double(), process_group=group, grad_reduction=grad_reduction)
-            if ddp:
-                loss = in_trainer(loss, DistributedDataParallel(model, process_group=group))
-            return measured(case, loss, model, slice(sum(shards[:rank]), sum(shards[: rank + 1])))
-
-        return of_rank()
 
 
 def in_trainer(loss: Any, model: nn.Module) -> Any:
@@ -300,8 +278,14 @@ def in_trainer(loss: Any, model: nn.Module) -> Any:
     return trainer.override_model_in_loss(loss, model)
 
 
-def in_world(worlds: Worlds, *args: Any, **kwargs: Any) -> list[Found]:
-    return [x for x in worlds.run(3, together, *args, **kwargs) if x is not None]
+def alone(worlds: Worlds, case: Case) -> Found:
+    return worlds.run(1, measured, case, (N,), bare)[0]
+
+
+def on_ranks(
+    worlds: Worlds, case: Case, shards: tuple[int, ...], wrap: Any = DistributedSentenceLoss, **how: Any
+) -> list[Found]:
+    return worlds.run(len(shards), measured, case, shards, wrap, **how)
 
 
 def assert_same(found: list[Found], expected: Found, reduce: str = "mean") -> None:
@@ -351,12 +335,12 @@ def test_ranks_compute_what_one_process_computes(name: str, checkpoint: str, wor
     """Losses of a gradient cache, of other encoders and of layers under DDP, as in a trainer; others without it, too."""
     case = (CASES | CACHED | OTHER_ENCODERS | LAYERS)[name]
     case = replace(case, build=partial(bert, checkpoint)) if name in LAYERS else case
-    expected = alone(case)
+    expected = alone(worlds, case)
     assert bool(expected.parameters) == case.learnt
     for shards in SPLITS[: -1 if name in LAYERS else None]:  # BERT takes no empty batch
         ddp = len(shards) > 1 and (name not in CASES or shards == (3, 1, 2))
         how = "sum" if name in CASES and shards == (4, 2) else "mean"
-        found = in_world(worlds, case, shards, ddp=ddp, grad_reduction=how)
+        found = on_ranks(worlds, case, shards, ddp=ddp, grad_reduction=how)
         assert_same(found, expected, how)
         # already reduced: the trainer has nothing left to do, unless BERT has parameters that it does not use
         for each in found if ddp and name not in LAYERS else ():
@@ -375,10 +359,6 @@ def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
     assert "Do not compile it" in (texts[0] or "")
 
 
-def bare(loss: nn.Module, **_: Any) -> nn.Module:
-    return loss
-
-
 BARE = ("CachedMultipleNegativesRankingLoss", "SpladeLoss", "MultiVector, cached")
 
 
@@ -386,7 +366,7 @@ BARE = ("CachedMultipleNegativesRankingLoss", "SpladeLoss", "MultiVector, cached
 @pytest.mark.parametrize("name", [*list(CASES)[:: 1 if EVERY_CASE else 5], *BARE])
 def test_the_bare_loss_is_detected(name: str, worlds: Worlds) -> None:
     case = (CASES | CACHED | OTHER_ENCODERS)[name]
-    expected, found = alone(case), in_world(worlds, case, (3, 1, 2), wrap=bare)
+    expected, found = alone(worlds, case), on_ranks(worlds, case, (3, 1, 2), bare)
     with pytest.raises(AssertionError):
         assert_same(found, expected)
     averaged = {key: torch.stack([x.encoder[key] for x in found]).mean(0) for key in expected.encoder}
@@ -502,4 +482,4 @@ def test_a_compiled_encoder_returns_all_ranks_embeddings(worlds: Worlds) -> None
         whole.model = torch.compile(whole.model, backend="eager")
         return whole
 
-    assert_same(in_world(worlds, case, shards, wrap=wrap), alone(case))
+    assert_same(on_ranks(worlds, case, shards, wrap), alone(worlds, case))
