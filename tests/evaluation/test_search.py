@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -17,37 +18,45 @@ from tests.helpers import common_error, numbers
 pytestmark = pytest.mark.data
 
 
-def rows_of(kind, seed):
-    draw = torch.Generator().manual_seed(seed)
-    if kind == "ties":
-        return torch.randint(-1, 2, (47, 3), generator=draw).double()
-    # float32 cannot tell near ties apart
-    return torch.ones(47, 16, dtype=torch.float64) + 1e-9 * torch.randn(47, 16, generator=draw)
+DRAW = torch.Generator().manual_seed(0)
+TIES = [torch.randint(-1, 2, (n, 3), generator=DRAW).double() for n in (47, 47)]
+# float32 cannot tell near ties apart
+NEAR_TIES = torch.ones(47, 16, dtype=torch.float64) + 1e-9 * torch.randn(47, 16, generator=DRAW, dtype=torch.float64)
+MANY, FEW = torch.randn(2000, 8, generator=DRAW), torch.randn(60, 8, generator=DRAW)
+MANY[1000:1200] = MANY[:200]  # ties on different ranks
+SEARCHES = {
+    "ties": (*TIES, {"k": 5}),
+    "ties among themselves": (TIES[0], None, {"k": 5}),
+    "near ties": (NEAR_TIES, None, {"k": 5}),
+    "dot products": (FEW, MANY, {"k": 30, "normalize": False}),
+    "dot products beyond float32": (FEW * 1e25, MANY * 1e25, {"k": 30, "normalize": False}),
+}
 
 
-@pytest.mark.parametrize(("kind", "alone"), [("ties", False), ("ties", True), ("near ties", True)])
-def test_the_nearest_rows_are_those_of_one_process(kind, alone, worlds):
-    rows, other = rows_of(kind, 0), rows_of(kind, 1)
-    excluded = torch.stack([torch.arange(47).roll(3), torch.full((47,), -1)], 1)
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_nearest_rows_are_those_of_one_process(name, worlds):
+    rows, other, settings = SEARCHES[name]
+    n, gallery = len(rows), rows if other is None else other
+    excluded = torch.stack([torch.arange(n).roll(3), torch.full((n,), -1)], 1)
 
     def search(queries, excluded, gallery):
-        return tuple(cz.metrics.top_k(queries, None if alone else gallery, k=5, excluded=excluded))
+        return tuple(cz.metrics.top_k(queries, None if other is None else gallery, excluded=excluded, **settings))
 
-    scores, indices = search(rows, excluded, other)
-    unit, unit_rows = (F.normalize(x, dim=1) for x in (rows, rows if alone else other))
-    expected = unit @ unit_rows.T
-    expected[torch.arange(47), excluded[:, 0]] = -math.inf
-    if alone:
+    scores, indices = search(rows, excluded, gallery)
+    unit = partial(F.normalize, dim=1) if settings.get("normalize", True) else lambda x: x
+    expected = unit(rows.double()) @ unit(gallery.double()).T
+    tolerance = {"rtol": 0, "atol": 1e-7 * expected.abs().max().item()}
+    expected[torch.arange(n), excluded[:, 0]] = -math.inf
+    if other is None:
         expected.fill_diagonal_(-math.inf)
-    assert torch.allclose(scores, expected.sort(descending=True).values[:, :5], rtol=0, atol=1e-7)
-    assert torch.allclose(scores, expected.gather(1, indices), rtol=0, atol=1e-7)
+    assert torch.allclose(scores, expected.sort(descending=True).values[:, : settings["k"]], **tolerance)
+    assert torch.allclose(scores, expected.gather(1, indices), **tolerance)
     assert not ((scores[:, 1:] == scores[:, :-1]) & (indices[:, 1:] < indices[:, :-1])).any()
-    for split, of_gallery in (((20, 27), (0, 47)), ((0, 40, 7), (3, 1, 43))):
-        each = list(zip(rows.split(split), excluded.split(split), other.split(of_gallery), strict=True))
-        found = worlds.run(len(split), search, each=each)
-        assert all(
-            torch.equal(torch.cat(x), y) for x, y in zip(zip(*found, strict=True), (scores, indices), strict=True)
-        )
+    for cuts, of_gallery in (((0.5,), (0,)), ((0, 0.9), (0.1, 0.1)), ((0.2, 0.2, 0.7), (0.3, 0.5, 0.9))):
+        parts = (x.tensor_split([int(len(x) * y) for y in at]) for x, at in
+                 ((rows, cuts), (excluded, cuts), (gallery, cuts if other is None else of_gallery)))  # fmt: skip
+        found = worlds.run(len(cuts) + 1, search, each=list(zip(*parts, strict=True)))
+        assert all(map(torch.equal, map(torch.cat, zip(*found, strict=True)), (scores, indices)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -63,24 +72,6 @@ def test_equal_cosines_are_ties_in_metrics_search_and_mining(dtype):
     assert cz.metrics.evaluate(queries, corpus, metrics=["hit_rate@39"], **labels) == {"hit_rate@39": 0.0}
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e25])  # at 1e25 the dot products exceed float32
-def test_only_candidates_that_may_be_neighbours_of_all_ranks_are_compared(scale, worlds):
-    draw = torch.Generator().manual_seed(0)
-    rows, queries = torch.randn(2000, 8, generator=draw) * scale, torch.randn(60, 8, generator=draw) * scale
-    rows[1000:1200] = rows[:200]  # ties on different ranks
-
-    def search(queries, gallery):
-        return tuple(cz.metrics.top_k(queries, gallery, k=30, normalize=False))
-
-    expected = search(queries, rows)
-    scores = queries.double() @ rows.double().T
-    assert torch.allclose(expected[0], scores.sort(descending=True).values[:, :30], rtol=1e-12, atol=0)
-    for split, of_gallery in (((20, 40), (900, 1100)), ((0, 57, 3), (5, 1995, 0)), ((15, 15, 15, 15), (500,) * 4)):
-        each = list(zip(queries.split(split), rows.split(of_gallery), strict=True))
-        found = worlds.run(len(split), search, each=each)
-        assert all(torch.equal(torch.cat(x), y) for x, y in zip(zip(*found, strict=True), expected, strict=True))
-
-
 def test_elements_that_float32_does_not_hold_are_compared_in_float64():
     """Below 2^-126 faiss sees zeros: nothing may be certain then."""
     rows = numbers(50, 4, seed=0) * 1e-45
@@ -90,10 +81,8 @@ def test_elements_that_float32_does_not_hold_are_compared_in_float64():
 
 
 def test_a_rank_compares_its_share_of_the_candidates():
-    draw = torch.Generator().manual_seed(0)
-    rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
-    halves = [Gallery(half, True) for half in rows.split(1000)]
-    unit, nothing = prepared(queries, normalize=True), torch.empty(60, 0, dtype=torch.int64)
+    halves = [Gallery(half, True) for half in MANY.split(1000)]
+    unit, nothing = prepared(FEW, normalize=True), torch.empty(60, 0, dtype=torch.int64)
     proposals = [half.proposals(unit, 30, nothing) for half in halves]
     floor = torch.cat([x.reached(30) for x in proposals], 1).topk(30).values[:, -1:]
     found = [half.top(unit, 30, nothing, x, floor) for half, x in zip(halves, proposals, strict=True)]
