@@ -92,21 +92,12 @@ def drawn(*shape: int) -> Tensor:
 class Case:
     make: Callable[[Any], nn.Module]
     columns: int = 2
-    labels: Callable[[], Tensor | None] = lambda: None
+    labels: Tensor | None = None
     build: Callable[[], Any] = words
     learnt: bool = False
 
 
-def entry() -> Tensor:
-    return torch.tensor([0, 1, 0, 2, 1, 0])
-
-
-def pairs() -> Tensor:
-    return torch.tensor([1, 0, 0, 1, 1, 0])
-
-
-def scores() -> Tensor:
-    return drawn(N)
+CLASSES, PAIRS, SCORES = torch.tensor([0, 1, 0, 2, 1, 0]), torch.tensor([1, 0, 0, 1, 1, 0]), drawn(N)
 
 
 def mnrl(model: SentenceTransformer, **settings: Any) -> nn.Module:
@@ -124,27 +115,25 @@ CASES = {
     "MultipleNegativesRankingLoss, hardness": Case(
         lambda m: mnrl(m, hardness_mode="all_negatives", hardness_strength=2.0), columns=3
     ),
-    "MultipleNegativesSymmetricRankingLoss": Case(lambda m: losses.MultipleNegativesSymmetricRankingLoss(m)),
+    "MultipleNegativesSymmetricRankingLoss": Case(losses.MultipleNegativesSymmetricRankingLoss),
     "GISTEmbedLoss": Case(lambda m: losses.GISTEmbedLoss(m, guide=words(1), temperature=0.5), columns=3),
-    "CoSENTLoss": Case(lambda m: losses.CoSENTLoss(m), labels=scores),
-    "AnglELoss": Case(lambda m: losses.AnglELoss(m), labels=scores),
-    "CosineSimilarityLoss": Case(lambda m: losses.CosineSimilarityLoss(m), labels=scores),
-    "ContrastiveLoss": Case(lambda m: losses.ContrastiveLoss(m), labels=pairs),
-    "OnlineContrastiveLoss": Case(lambda m: losses.OnlineContrastiveLoss(m), labels=pairs),
-    "TripletLoss": Case(lambda m: losses.TripletLoss(m), columns=3),
+    "CoSENTLoss": Case(losses.CoSENTLoss, labels=SCORES),
+    "AnglELoss": Case(losses.AnglELoss, labels=SCORES),
+    "CosineSimilarityLoss": Case(losses.CosineSimilarityLoss, labels=SCORES),
+    "ContrastiveLoss": Case(losses.ContrastiveLoss, labels=PAIRS),
+    "OnlineContrastiveLoss": Case(losses.OnlineContrastiveLoss, labels=PAIRS),
+    "TripletLoss": Case(losses.TripletLoss, columns=3),
     "MegaBatchMarginLoss": Case(lambda m: losses.MegaBatchMarginLoss(m, use_mini_batched_version=False)),
-    "MarginMSELoss": Case(lambda m: losses.MarginMSELoss(m), columns=3, labels=scores),
-    "DistillKLDivLoss": Case(lambda m: losses.DistillKLDivLoss(m), columns=3, labels=lambda: 4 * drawn(N, 2)),
-    "BatchHardTripletLoss": Case(lambda m: losses.BatchHardTripletLoss(m), 1, entry),
-    "BatchHardSoftMarginTripletLoss": Case(lambda m: losses.BatchHardSoftMarginTripletLoss(m), 1, entry),
-    "BatchSemiHardTripletLoss": Case(lambda m: losses.BatchSemiHardTripletLoss(m), 1, entry),
-    "BatchAllTripletLoss": Case(lambda m: losses.BatchAllTripletLoss(m), 1, entry),
-    "GlobalOrthogonalRegularizationLoss": Case(lambda m: losses.GlobalOrthogonalRegularizationLoss(m)),
-    "SoftmaxLoss": Case(lambda m: losses.SoftmaxLoss(m, D, num_labels=3), labels=entry, learnt=True),
-    "EmbedDistillLoss": Case(
-        lambda m: losses.EmbedDistillLoss(m, projection_dim=5), labels=lambda: drawn(N, 5), learnt=True
-    ),
-    "MSELoss": Case(lambda m: losses.MSELoss(m, projection_dim=5), labels=lambda: drawn(N, 2, 5), learnt=True),
+    "MarginMSELoss": Case(losses.MarginMSELoss, columns=3, labels=SCORES),
+    "DistillKLDivLoss": Case(losses.DistillKLDivLoss, columns=3, labels=4 * drawn(N, 2)),
+    "BatchHardTripletLoss": Case(losses.BatchHardTripletLoss, 1, CLASSES),
+    "BatchHardSoftMarginTripletLoss": Case(losses.BatchHardSoftMarginTripletLoss, 1, CLASSES),
+    "BatchSemiHardTripletLoss": Case(losses.BatchSemiHardTripletLoss, 1, CLASSES),
+    "BatchAllTripletLoss": Case(losses.BatchAllTripletLoss, 1, CLASSES),
+    "GlobalOrthogonalRegularizationLoss": Case(losses.GlobalOrthogonalRegularizationLoss),
+    "SoftmaxLoss": Case(lambda m: losses.SoftmaxLoss(m, D, num_labels=3), labels=CLASSES, learnt=True),
+    "EmbedDistillLoss": Case(lambda m: losses.EmbedDistillLoss(m, projection_dim=5), labels=drawn(N, 5), learnt=True),
+    "MSELoss": Case(lambda m: losses.MSELoss(m, projection_dim=5), labels=drawn(N, 2, 5), learnt=True),
     "MatryoshkaLoss": Case(lambda m: losses.MatryoshkaLoss(m, mnrl(m), [4, 2, 1])),
     "MatryoshkaLoss, some dims": Case(lambda m: losses.MatryoshkaLoss(m, mnrl(m), [4, 3, 2, 1], n_dims_per_step=2)),
     "MatryoshkaLoss, guide": Case(
@@ -204,17 +193,17 @@ def multi_vector(kind: Any, **settings: Any) -> Callable[[Any], nn.Module]:
 OTHER_ENCODERS = {
     "SpladeLoss": Case(splade, 3, build=sparse),
     "CachedSpladeLoss": Case(lambda m: splade(m, sparse_losses.CachedSpladeLoss, mini_batch_size=2), 3, build=sparse),
-    "CSRLoss": Case(lambda m: sparse_losses.CSRLoss(m), build=autoencoder),
+    "CSRLoss": Case(sparse_losses.CSRLoss, build=autoencoder),
     "MultiVector": Case(multi_vector("MultiVectorMultipleNegativesRanking"), 3, build=late),
     "MultiVector, cached": Case(
         multi_vector("CachedMultiVectorMultipleNegativesRanking", mini_batch_size=2, score_mini_batch_size=3),
         3,
         build=late,
     ),
-    "MultiVector, distilled": Case(multi_vector("MultiVectorDistillKLDiv"), 3, lambda: 4 * drawn(N, 2), build=late),
+    "MultiVector, distilled": Case(multi_vector("MultiVectorDistillKLDiv"), 3, 4 * drawn(N, 2), build=late),
 }
 LAYERS = {
-    "AdaptiveLayerLoss": Case(lambda m: losses.AdaptiveLayerLoss(m, losses.CoSENTLoss(m)), labels=scores),
+    "AdaptiveLayerLoss": Case(lambda m: losses.AdaptiveLayerLoss(m, losses.CoSENTLoss(m)), labels=SCORES),
     "Matryoshka2dLoss": Case(lambda m: losses.Matryoshka2dLoss(m, mnrl(m), [4, 2])),
 }
 REFUSED: dict[str, tuple[Callable[[SentenceTransformer], nn.Module], str]] = {
@@ -227,9 +216,9 @@ REFUSED: dict[str, tuple[Callable[[SentenceTransformer], nn.Module], str]] = {
         "those of a CrossEncoder compare no embeddings",
     ),
     "gathered": (lambda m: mnrl(m, gather_across_devices=True), "Pass gather_across_devices=False"),
-    "ContrastiveTensionLoss": (lambda m: losses.ContrastiveTensionLoss(m), "trains 2 encoders (model2, model1)"),
+    "ContrastiveTensionLoss": (losses.ContrastiveTensionLoss, "trains 2 encoders (model2, model1)"),
     "ContrastiveTensionLossInBatchNegatives": (
-        lambda m: losses.ContrastiveTensionLossInBatchNegatives(m),
+        losses.ContrastiveTensionLossInBatchNegatives,
         "trains 2 encoders (model2, model1)",
     ),
     "a loss of embeddings": (lambda m: nn.CosineEmbeddingLoss(), "holds no SentenceTransformer, SparseEncoder or"),
@@ -263,8 +252,8 @@ def measured(
     loss = wrap(case.make(model).double(), grad_reduction=grad_reduction)
     if ddp:
         loss = in_trainer(loss, DistributedDataParallel(model))
-    rows, labels = slice(sum(shards[:rank]), sum(shards[: rank + 1])), case.labels()
-    value = loss(features(case.columns, rows), None if labels is None else labels[rows])
+    rows = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    value = loss(features(case.columns, rows), None if case.labels is None else case.labels[rows])
     total = torch.stack(list(value.values())).sum() if isinstance(value, dict) else value  # as the trainer does
     total.backward()
     encoder = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
@@ -350,7 +339,7 @@ def test_ranks_compute_what_one_process_computes(name: str, checkpoint: str, wor
 def compiled(path: str, rows: slice) -> str | None:
     loss = DistributedSentenceLoss(LAYERS["AdaptiveLayerLoss"].make(bert(path)))
     loss.model = torch.compile(loss.model, backend="eager")
-    return error_message(lambda: loss(features(2, rows), scores()[rows]))
+    return error_message(lambda: loss(features(2, rows), SCORES[rows]))
 
 
 def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
@@ -408,7 +397,7 @@ def complaints() -> list[str | None]:
         job(cosent, 2, drawn(3 if mistaken else 2)),
         job(cosent, 2, None if mistaken else drawn(2)),
         job(cosent, 3 if mistaken else 2, drawn(2)),
-        job(classifier, 2, entry()[:2], float("nan") if mistaken else 1.0),
+        job(classifier, 2, CLASSES[:2], float("nan") if mistaken else 1.0),
         job(cosent, 2, drawn(0), rows=0),
         job(CASES["MultipleNegativesRankingLoss"], 2, None, rows=0),
         error_message(lambda: DistributedSentenceLoss(mnrl(nameless()))(features(2, slice(2)), None)),
@@ -456,7 +445,7 @@ def test_the_encoders_forward_is_restored() -> None:
     with pytest.raises(IndexError):
         loss([{"input_ids": torch.full((2, 1), WORDS), "attention_mask": torch.ones(2, 1)}] * 2, drawn(2))
     assert "forward" not in vars(model)
-    loss(features(2), scores())
+    loss(features(2), SCORES)
     assert "forward" not in vars(model)
 
 
