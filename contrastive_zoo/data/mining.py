@@ -146,8 +146,8 @@ class Mining:
         fix = "Pass corpus=None."
         if not self.among_themselves and (problem := repeated_problem(self.queries, self.corpus, fix, "corpus")):
             return problem
-        wanted = self.positives.ndim in (1, 2) and len(self.positives) == len(self.queries)
-        if not wanted or self.positives.dtype != torch.int64:
+        paired = self.positives.ndim in (1, 2) and len(self.positives) == len(self.queries)
+        if not paired or self.positives.dtype != torch.int64:
             got = described(self.positives)
             return f"positives are int64, [n] or [n, p], for each of {len(self.queries)} queries, got {got}."
         for name, at_least, at_most in _INTEGERS:
