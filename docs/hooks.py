@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 sys.path.append(str(Path(__file__).parent.parent))  # for tools, which is not installed
 
 from contrastive_zoo.testing.catalogue import CATALOGUE
+from tools.docstrings import formula
 from tools.formulas import mathml
 from tools.llms import first_sentence, with_docstrings
 from tools.loss_pages import by_class, path_of
@@ -30,7 +31,7 @@ _BLOCK = re.compile(
 
 @cache
 def _formula_lines() -> frozenset[str]:
-    return frozenset(line.strip() for entry in CATALOGUE.values() for line in entry.formula.split("\n"))
+    return frozenset(line.strip() for entry in CATALOGUE.values() for line in formula(entry.loss).split("\n"))
 
 
 def _with_formula(block: re.Match[str]) -> str:

@@ -5,9 +5,9 @@ import inspect
 from typing import Any
 
 import griffe
+from torch import nn
 
 from contrastive_zoo.loss_base.settings import Settings
-from contrastive_zoo.testing.catalogue import default_text
 
 ROOMS = ("contrastive_zoo.loss_base.", "contrastive_zoo.losses.")
 
@@ -26,7 +26,9 @@ class LossSignatures(griffe.Extension):
 
 
 def _shown(x: inspect.Parameter) -> griffe.Parameter:
-    default = None if x.default is x.empty else default_text(x.default)
+    default: str | None = None if x.default is x.empty else repr(x.default)
+    if isinstance(x.default, nn.Parameter):
+        default = f"Parameter({x.default.tolist()})"
     annotation = None if x.annotation is x.empty else inspect.formatannotation(x.annotation)
     return griffe.Parameter(
         x.name, kind=griffe.ParameterKind(x.kind.description), default=default, annotation=annotation

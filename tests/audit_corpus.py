@@ -19,14 +19,19 @@ FORMS: dict[str, list[tuple[str, str]]] = {
         *(("autocast", x) for x in ("residual", "dropout", "unused parameters")),
         *(("GradScaler", x) for x in ("residual", "dropout")),
     ],
-    "average_gradients": [*(("", x) for x in [*ENCODERS][:8]), ("autocast", "residual")],
+    "average_gradients": [
+        *(("", x) for x in [*ENCODERS][:8]),
+        *(
+            (x, y)
+            for x in ("autocast", "GradScaler")
+            for y in ("residual", "dropout", "unused parameters", "noise inside")
+        ),
+    ],
     "accumulation": [("", "residual"), ("", "dropout"), ("autocast", "residual"), ("", "casts by hand")],
     "GradCache": [("", x) for x in [*ENCODERS][:8] if x not in ("unused parameters", "LayerDrop")]
     + [("autocast", "dropout")],
     "FGSM": [("", "residual"), ("", "dropout"), ("", "autocast inside of forward")],
-    "SAM": [("", "residual"), ("", "dropout"), ("", "casts by hand")],
     "LBFGS": [("", "residual"), ("", "dropout")],
-    "BYOL": [("", "residual"), ("", "dropout"), ("", "autocast inside of forward"), ("", "casts by hand")],
     "FSDP2": [
         ("", "residual"),
         ("", "dropout"),

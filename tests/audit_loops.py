@@ -173,26 +173,6 @@ def adversarial(parts: Parts) -> None:
         optimizer.step()
 
 
-def sharpness_aware(parts: Parts) -> None:
-    """SAM: the gradient of a second pass, at parameters that the first one moves uphill."""
-    model, loss_fn, optimizer, loader = start(parts)
-    for batch in loader:
-        x, y = parts.augment(batch)
-        loss_fn(model(x), model(y)).backward()
-        with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-            moves = [0.05 * p.grad / norm for p in model.parameters()]
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.add_(move)
-        optimizer.zero_grad()
-        loss_fn(model(x), model(y)).backward()
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def closures(parts: Parts) -> None:
     """LBFGS: the optimizer calls the loss several times."""
     model, loss_fn, optimizer, loader = start(replace(parts, optimizer="LBFGS"))
@@ -206,25 +186,6 @@ def closures(parts: Parts) -> None:
             return loss
 
         optimizer.step(closure)
-
-
-def momentum_teacher(parts: Parts) -> None:
-    """BYOL: a teacher is a moving average, and embeds the other view without gradient."""
-    model, loss_fn, optimizer, loader = start(parts)
-    teacher = ENCODERS[parts.encoder]().requires_grad_(False)
-    scheduler = SCHEDULES[parts.schedule](optimizer)
-    for batch in loader:
-        x, y = parts.augment(batch)
-        with torch.no_grad():
-            target = teacher(y)
-        optimizer.zero_grad()
-        loss_fn(model(x), target).backward()
-        optimizer.step()
-        scheduler.step()
-        VALIDATIONS[parts.validation](model)
-        with torch.no_grad():
-            for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
 
 
 def accelerated(parts: Parts) -> None:
@@ -358,9 +319,7 @@ TRAINERS: dict[str, Callable[[Parts], None]] = {
     "accumulation": accumulation,
     "accumulation, not divided": partial(accumulation, divisor=1),
     "FGSM": adversarial,
-    "SAM": sharpness_aware,
     "LBFGS": closures,
-    "BYOL": momentum_teacher,
     "Accelerate": accelerated,
     "Hugging Face": hugging_face,
     "Lightning": partial(lightning_module, manual=False),

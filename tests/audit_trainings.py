@@ -3,7 +3,6 @@
 import importlib
 import math
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -69,12 +67,6 @@ def variant(name: str, mistake: str | None = None, base: type = Right) -> Callab
     return register
 
 
-@variant("the same shard on every rank", "same shard")
-def _(x: Any) -> None:
-    x.loss_fn = cz.DistributedLoss(make_loss(), check_distinct=False)
-    x.loader = make_loader(0, x.world_size)
-
-
 @variant("every rank draws from all samples", "not sharded")
 def _(x: Any) -> None:
     generator = torch.Generator().manual_seed(x.rank)
@@ -85,32 +77,6 @@ def _(x: Any) -> None:
 @variant("one rank has fewer batches", "different numbers of steps")
 def _(x: Any) -> None:
     x.loader = make_loader(x.rank, x.world_size, samples=70 if x.rank else SAMPLES)
-
-
-@variant("loss parameters never zeroed", "never zeroed")
-def _(x: Any) -> None:
-    x.zero_grad = lambda optimizer: x.model.zero_grad()
-
-
-@variant("loss × W", "times W")
-def _(x: Any) -> None:
-    x.loss = lambda *batch: x.world_size * Right.loss(x, *batch)
-
-
-@variant("gathered before the loss, not checked", "gathered first")
-def _(x: Any) -> None:
-    x.loss_fn, all_gather = cz.DistributedLoss(make_loss(), check_distinct=False), cz.collectives.all_gather
-    x.loss = lambda images, labels: x.loss_fn(all_gather(x.model(images)), all_gather(labels))
-
-
-@variant("local loss, parameters in DDP", "local negatives")
-def _(x: Any) -> None:
-    x.loss_fn = DistributedDataParallel(make_loss())
-
-
-@variant('"sum" with a trainer that averages', "trainer averages")
-def _(x: Any) -> None:
-    x.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
 
 
 @variant('"sum" with a trainer that sums')
@@ -130,21 +96,10 @@ def _(x: Any) -> None:
     x.start_epoch = lambda epoch: None
 
 
-@variant("gradients not reduced", "not reduced")
-def _(x: Any) -> None:
-    x.model = make_encoder()  # without DDP
-
-
 @variant('loss parameters not reduced under "sum"', "parameters not reduced")
 def _(x: Any) -> None:
     x.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
     x.model.register_comm_hook(None, add_up)
-
-
-@variant("BatchNorm", "batch statistics")
-def _(x: Any) -> None:
-    x.model = DistributedDataParallel(nn.Sequential(make_encoder(), nn.BatchNorm1d(16)).double())
-    x.loss = lambda images, labels: x.loss_fn(x.model(images + 0.01), labels)
 
 
 @variant("the gradient of the loss parameters scaled", "parameters scaled")
@@ -162,21 +117,6 @@ def _(x: Any) -> None:
         return x.loss_fn(z, labels)
 
     x.loss = loss
-
-
-@variant("two towers, normalised before the loss")
-def _(x: Any) -> None:
-    second = DistributedDataParallel(make_encoder())
-    x.loss_fn = cz.DistributedLoss(cz.NTXent(temperature=cz.LearnableTemperature(0.5)).double())
-    x.parameters = lambda: [*Right.parameters(x), *second.parameters()]
-    x.loss = lambda images, labels: x.loss_fn(*(nn.functional.normalize(y(images)) for y in (x.model, second)))
-
-
-@variant("a third-party loss")
-def _(x: Any) -> None:
-    import pytorch_metric_learning.losses as pml
-
-    x.loss_fn = cz.DistributedLoss(pml.ProxyAnchorLoss(10, 16).double())
 
 
 class Plain:
@@ -331,22 +271,6 @@ def _(x: Any) -> None:
     x.step = step
 
 
-class WithEncoder(nn.Module):
-    def __init__(self, encoder: nn.Module, loss_fn: nn.Module) -> None:
-        super().__init__()
-        self.encoder, self.loss_fn = encoder, loss_fn
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self.encoder(x), self.encoder(y)
-        return self.loss_fn(*z) + 0.1 * torch.cat(z).mean(1).square().mean()
-
-
-@variant("a loss that holds its encoder, and a second loss", base=OpenClip)
-def _(x: Any) -> None:
-    x.model = DistributedDataParallel(WithEncoder(x.encoder, x.loss_fn))
-    x.loss = lambda *views: x.model(*views) + 1e-3 * sum(p.square().sum() for p in x.model.parameters())
-
-
 @training("a teacher of moving averages, and a queue in a plain attribute")
 class Momentum(OpenClip):
     def __init__(self) -> None:
@@ -383,39 +307,6 @@ def _(x: Any) -> None:
 @variant("a queue of the local keys", "unequal state", base=Momentum)
 def _(x: Any) -> None:
     x.keys = lambda keys: keys
-
-
-@training("a cache of gradients by hand, with dropout")
-class CachedByHand(OpenClip):
-    make_encoder = staticmethod(lambda: nn.Sequential(make_encoder(), nn.Dropout(0.2)))
-
-    def backward(self, x: Tensor, y: Tensor) -> None:
-        chunks = [*x.chunk(2), *y.chunk(2)]
-        with torch.no_grad():
-            cached = [self.model(chunk) for chunk in chunks]
-        z = [torch.cat(part).requires_grad_() for part in (cached[:2], cached[2:])]
-        self.loss_fn(*z).backward()
-        gradients = [g for part in z for g in part.grad.chunk(2)]
-        for i, (chunk, gradient) in enumerate(zip(chunks, gradients, strict=True)):
-            with nullcontext() if i == 3 else self.model.no_sync():  # type: ignore[operator]  # of DDP
-                (self.model(chunk) * gradient).sum().backward()
-
-
-def shard(x: Any) -> None:
-    x.images = x.images.float()  # torch clips in float32
-    x.model = FullyShardedDataParallel(make_encoder().float(), device_id=torch.device("cpu"), use_orig_params=True)
-
-
-@variant("FSDP1, clipped by the norm of all ranks", base=OpenClip)
-def _(x: Any) -> None:
-    shard(x)
-    x.clip = lambda: x.model.clip_grad_norm_(0.1)
-
-
-@variant("FSDP1, clipped by the norm of each rank", "clipped per rank", base=OpenClip)
-def _(x: Any) -> None:
-    shard(x)
-    x.clip = lambda: nn.utils.clip_grad_norm_(x.model.parameters(), 0.1)
 
 
 def take_part(x: Any, augment: Callable[[Tensor], Tensor] = lambda y: y) -> None:
@@ -525,29 +416,16 @@ class AfterReference(OpenClip):
         super().__init__()
 
 
-class Accumulating(Right):
-    divisor = 4.0
-
+@training("an accumulation that is divided twice", "accumulation divided twice")
+class DividedTwice(Right):
     def train(self) -> None:
         optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE)
         for i, batch in enumerate(self.loader):
             with nullcontext() if i % 4 == 3 else self.model.no_sync():
-                (self.loss(*batch) / self.divisor).backward()
+                (self.loss(*batch) / 16).backward()
             if i % 4 == 3:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@training("micro-batches that are parts of a batch")
-class Splitting(Accumulating):
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        parts = zip(images.tensor_split(2), labels.tensor_split(2), strict=True)
-        return sum(super(Splitting, self).loss(*x) for x in parts) / 2
-
-
-for _what, _divisor in {"not divided": 1.0, "divided twice": 16.0}.items():
-    _class = type("Divided", (Accumulating,), {"divisor": _divisor})
-    training(f"an accumulation that is {_what}", f"accumulation {_what}")(_class)
 
 
 def run(name: str) -> Any:
@@ -608,85 +486,3 @@ def audit_here(module: str, name: str, without: str = "") -> AuditReport:
         patch.object(mistakes, "SIGNATURES", signatures),
     ):
         return audit(setup(module, name), name=name)
-
-
-RANDOM_LOSSES: dict[str, Callable[[], nn.Module]] = {
-    "NTXent": lambda: cz.NTXent(temperature=0.2),
-    "NTXent, learnt": lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.5)),
-    "InfoNCE": lambda: cz.InfoNCE(symmetric=True),
-    "SigLIP": lambda: cz.SigLIP(),
-    "VICReg": lambda: cz.VICReg(),
-    "SupCon, labels": lambda: cz.SupCon(temperature=0.3),
-    "ProxyAnchor, labels": lambda: cz.ProxyAnchor(num_classes=4, embedding_size=5, alpha=4),
-    "MultiSimilarity, labels": lambda: cz.MultiSimilarity(),
-    "a function of labels": lambda: Centres(),
-}
-
-
-class Centres(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centres = nn.Parameter(torch.randn(4, 5))
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(-torch.cdist(embeddings.to(self.centres.dtype), self.centres), labels)
-
-
-def audit_random_training(seed: int, steps: int = 3) -> tuple[str, AuditReport]:
-    """Audit a right training whose loss, optimizer, precision, shards and accumulation are drawn from a seed."""
-    draw = random.Random(seed)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(seed)
-    name, dtype = draw.choice(list(RANDOM_LOSSES)), draw.choice([torch.float64, torch.float32])
-    inside, dropped, normalised = (draw.random() < p for p in (0.5, 0.3, 0.3))
-    accumulate, clip, weight = draw.choice([1, 1, 2, 3]), draw.choice([None, 0.5, 10.0]), draw.choice([1.0, 0.37])
-    scaled, low = draw.random() < 0.3, dtype is torch.float32 and draw.random() < 0.3
-    drawn = (
-        f"{name}, {dtype}, {inside=}, {dropped=}, {normalised=}, {accumulate=}, {clip=}, {weight=}, {scaled=}, {low=}"
-    )
-    layers = nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.3 * dropped), nn.Linear(8, 5)
-    encoder = nn.Sequential(*layers).to(dtype)
-    loss_fn = cz.DistributedLoss(RANDOM_LOSSES[name]().to(dtype), check_distinct=False)
-    model = DistributedDataParallel(encoder) if inside else encoder
-    parameters = [*encoder.parameters(), *loss_fn.parameters()]
-    optimizer = draw.choice(
-        [
-            partial(torch.optim.SGD, lr=0.05, weight_decay=0.1, nesterov=True, momentum=0.5),
-            partial(torch.optim.AdamW, lr=0.01),
-            partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
-        ]
-    )(parameters)
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-
-    def shard(x: Tensor, sizes: list[int]) -> Tensor:
-        return x[sum(sizes[:rank]) :][: sizes[rank]]
-
-    def batch() -> list[Tensor]:
-        sizes = [draw.randint(0, 6) for _ in range(world_size)]  # of this rank perhaps none
-        sizes[draw.randrange(world_size)] += 6
-        views, labels = torch.randn(2, sum(sizes), 6, dtype=dtype), torch.randint(4, (sum(sizes),))
-        return [shard(x, sizes) for x in (*views, labels)]
-
-    data = [[[batch() for _ in range(accumulate)]] for _ in range(steps)]
-
-    def train() -> None:
-        torch.manual_seed(seed + rank)  # dropout differs between ranks
-        for (batches,) in DataLoader(data, batch_size=None):  # type: ignore[arg-type]  # a list is a dataset
-            optimizer.zero_grad()
-            for index, (x, y, labels) in enumerate(batches):
-                with model.no_sync() if inside and index + 1 < accumulate else nullcontext():  # type: ignore[operator]  # of DDP
-                    with torch.autocast("cpu", torch.bfloat16, enabled=low):
-                        z = [model(view) for view in ([x] if "labels" in name else [x, y])]
-                    z = [nn.functional.normalize(part) for part in z] if normalised else z
-                    value = loss_fn(*z, *[labels] * ("labels" in name))
-                    scaler.scale(weight * value / accumulate).backward()
-            if not inside:
-                cz.average_gradients(encoder)
-            if clip is not None:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(parameters, clip)
-            scaler.step(optimizer)
-            scaler.update()
-
-    kind = type(loss_fn.loss) if "function" in name else None
-    return drawn, audit(train, steps=steps, loss=kind, name=drawn)

@@ -55,7 +55,7 @@ def _finished(variables: list[dict[str, str]], arguments: tuple[str, ...], timeo
 def forked(main: Callable[..., object], jobs: Iterable[tuple[Any, ...]]) -> Iterator[list[Any]]:
     processes: list[Any] = []
     try:
-        with prepared_forkserver([]):
+        with prepared_forkserver():
             for job in jobs:
                 processes.append(_context.Process(target=main, args=job, daemon=True))
                 processes[-1].start()

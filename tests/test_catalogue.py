@@ -17,6 +17,7 @@ import pytest
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.catalogue import CATALOGUE
+from tools import docstrings
 from tools.formulas import latex, mathml
 from tools.zoo_page import as_markdown
 
@@ -30,8 +31,8 @@ def test_every_loss_has_a_row() -> None:
     missing = losses - {entry.cls for entry in CATALOGUE.values()} - COMPOSED
     assert not missing, f"{missing}: add a row to contrastive_zoo/testing/catalogue.md"
     for entry in CATALOGUE.values():  # tests/test_fuzz.py calls each
-        assert entry.summary.endswith(".")
-        assert "http" in entry.source
+        assert docstrings.summary(entry.loss).endswith(".")
+        assert "http" in docstrings.source(entry.loss)
         assert entry.family
         assert entry.engine
 
@@ -94,10 +95,10 @@ def characters(text: str) -> list[str]:
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_formula_is_rendered_whole(name: str) -> None:
     pytest.importorskip("latex2mathml")
-    formula = CATALOGUE[name].formula
-    assert formula
-    shown = html.unescape(re.sub(r"<[^>]+>", "", mathml(formula))).replace("^", "").replace("-", "−")
-    assert characters(shown) == characters(formula)
+    text = docstrings.formula(CATALOGUE[name].loss)
+    assert text
+    shown = html.unescape(re.sub(r"<[^>]+>", "", mathml(text))).replace("^", "").replace("-", "−")
+    assert characters(shown) == characters(text)
 
 
 def test_a_page_renders_formulas_of_the_catalogue_alone() -> None:
@@ -106,9 +107,9 @@ def test_a_page_renders_formulas_of_the_catalogue_alone() -> None:
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
     block = '<div class="language-text highlight"><pre><span></span><code>{}\n</code></pre></div>'
-    formula = html.escape(CATALOGUE["hcl"].formula)
-    page = hooks.on_page_content(block.format(formula) + block.format("a = b"))
-    assert page == mathml(CATALOGUE["hcl"].formula) + block.format("a = b")
+    of_hcl = docstrings.formula(cz.HCL)
+    page = hooks.on_page_content(block.format(html.escape(of_hcl)) + block.format("a = b"))
+    assert page == mathml(of_hcl) + block.format("a = b")
 
 
 def test_scripts_belong_to_their_letters() -> None:

@@ -7,19 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 import torch
 
 import contrastive_zoo
 from contrastive_zoo.testing import check, cli
-from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.catalogue import CATALOGUE
-from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.evidence import Ratio
-from contrastive_zoo.testing.invariants import INVARIANTS
-from contrastive_zoo.testing.mistakes import Diagnosis
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 
 Here = Callable[..., tuple[int, str, str]]
@@ -53,23 +47,15 @@ def test_one_of_ours_is_found_right(ranks: list[str], tmp_path: Path, here: Here
     assert (report["loss"], report["world_sizes"]) == ("nt-xent(temperature=0.5)", [1, 2])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("mean of means", [], ("mean of means", "Fix: divide the global sum by the global count.", "W=2, shards [")),
-        ("step × W", ["--level", "training-step", "--call", "views"], ("times W",)),
-    ],
-)
 def test_a_function_of_the_users_own_file_is_found_wrong(
-    name: str, options: list[str], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    module = f"own_{name.split()[0]}"
-    lines = ["from tools.gallery import make", "def make_it():", f"    return make({name!r})"]
-    (tmp_path / f"{module}.py").write_text("\n".join(lines), encoding="utf-8")
-    code, out, error = here("check", f"{module}:make_it", *QUICK, *options)
+    (tmp_path / "own_mean.py").write_text("from tools.gallery import make\nmake_it = lambda: make('mean of means')\n")
+    code, out, error = here("check", "own_mean:make_it", *QUICK)
     assert code == 1, out + error
-    assert all(x in out for x in words), out
+    for words in ("mean of means", "Fix: divide the global sum by the global count.", "W=2, shards ["):
+        assert words in out
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -103,15 +89,6 @@ def test_json_on_the_output_is_json_whatever_the_loss_prints(tmp_path: Path) -> 
         assert words in done.stderr
 
 
-def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    batch = GlobalBatch((1, 2))
-    finding = Finding(INVARIANTS[0], "rank 1 died [/some/path.cc:537] [bold]", batch)
-    cli.show(Report("a[b]c", (1, 2), "mean", 3, [finding], Diagnosis("hang"), 1.0))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "[/some/path.cc:537]" in shown
-    assert "a[b]c is not" in shown
-
-
 BROKEN_MODULES = {
     "syntax": "def make(:\n    pass\n",
     "raising": "raise RuntimeError('at import')\n",
@@ -126,9 +103,9 @@ BROKEN_MODULES = {
     [
         (["check", "syntax:make"], "syntax.py, line 1: "),
         (["check", "raising:make"], "importing raising raised RuntimeError: at import"),
-        (["check", "instance:make"], "is a loss, not a function that returns one"),
-        (["check", "number:make"], "is a int; pass a function"),
-        (["check", "function:make"], "If it is a loss, pass a function"),
+        (["check", "instance:make"], "is of type SoftMarginLoss; pass a function"),
+        (["check", "number:make"], "is of type int; pass a function"),
+        (["check", "function:make"], "make() missing 2 required positional arguments"),
         (["check", "nothing"], "neither module:function"),
         (["check", "nothing:at_all"], "No module named"),
         (["check"], "Missing argument"),
@@ -136,14 +113,9 @@ BROKEN_MODULES = {
         (["check", "nt-xnt"], "Did you mean nt-xent?"),
         (["check", "torch.nn:SoftMarginLos"], "Did you mean SoftMarginLoss?"),
         (["check", "contrastive_zoo:ArcFace"], "missing a required argument: 'num_classes'"),
-        (["check", "builtins:print", *QUICK], "returns a loss, which is callable, got NoneType."),
-        (["check", "contrastive_zoo:NTXent", "--set", "temp=0.1"], "argument 'temp'. Did you mean temperature?"),
-        (["check", "NTXnt"], "Did you mean nt-xent?"),
-        (["check", "contrastive_zoo:NTXent", "--set", "temprature=0.1"], "Did you mean temperature?"),
+        (["check", "builtins:print", *QUICK], "which is callable; it returned NoneType."),
         (["check", "nt-xent", "--set", "temprature=0.1"], "Did you mean temperature?"),
-        (["check", "nt-xent", "--call", "view", *QUICK], "Did you mean views?"),
         (["check", "train.py"], "contrastive-zoo audit train.py"),
-        (["list", "tripel"], "no loss contains 'tripel'"),
         (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "No such file or directory"),
     ],
 )
@@ -158,28 +130,12 @@ def test_what_cannot_be_checked_exits_with_2(
     assert words in error
 
 
-def test_names_in_reports_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    batch, names = GlobalBatch((1, 2)), [x.name for x in INVARIANTS]
-    cli.show(Report("loss", (1, 2), "mean", 3, [Finding(x, "100 words " * 10, batch) for x in INVARIANTS], None, 1.0))
+def test_tables_fit_80_columns() -> None:
     quantities = [Quantity(f"other parameters {x}", Ratio(-1.0, -1.0, 0.5), 1e-9) for x in ("after the step", "equal")]
-    cli.show(AuditReport("train.py", [WorldReport(2, 3, quantities=[*quantities, Quantity("value", reason="no")])]))
-    lines = capsys.readouterr().out.splitlines()
+    report = AuditReport("train.py", [WorldReport(2, 3, quantities=[*quantities, Quantity("value", reason="no")])])
+    lines = str(report).splitlines()
     assert max(map(len, lines)) <= 80
-    assert {line.split()[0] for line in lines if line.split()[1:] == ["no"]} == {*names}
-    assert sum(line.startswith("other parameters after the step no ") for line in lines) == 1
-
-
-def test_the_list_fits_80_columns_and_is_searched(monkeypatch: pytest.MonkeyPatch, here: Here, capsys: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    cli.show_catalogue(CATALOGUE.values())
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > len(CATALOGUE)
-    assert max(map(len, lines)) <= 80
-    _, out, _ = here("list", "hard", "embeddings", "--json", "-")
-    found = json.loads(out)["losses"]
-    assert {"triplet-hard"} <= {x["name"] for x in found} < set(CATALOGUE)
-    assert found[0].keys() >= {"class", "call", "family", "settings", "arguments", "summary", "source", "peers"}
+    assert sum(line.startswith("  other parameters after the step no ") for line in lines) == 1
 
 
 def test_without_its_extra_the_command_says_one_line() -> None:
@@ -187,7 +143,7 @@ def test_without_its_extra_the_command_says_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "the command contrastive-zoo needs typer and rich: pip install 'contrastive_zoo[cli,testing]'"
+        "the command contrastive-zoo needs typer: pip install 'contrastive_zoo[cli,testing]'"
     )
 
 
@@ -196,20 +152,6 @@ def test_without_its_extra_a_check_exits_with_2(here: Here, monkeypatch: pytest.
     code, _, error = here("check", "nt-xent")
     assert code == 2
     assert "contrastive_zoo.testing.check" in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--version"], f"contrastive_zoo {contrastive_zoo.__version__}"),
-        (["list"], "nt-xent"),
-        (["list"], "sup-con"),
-    ],
-)
-def test_what_is_asked_is_shown(arguments: list[str], words: str, here: Here) -> None:
-    code, out, _ = here(*arguments)
-    assert code == 0
-    assert words in out
 
 
 def test_a_step_is_explained_as_by_the_function(
@@ -230,14 +172,12 @@ def test_a_step_is_explained_as_by_the_function(
     [
         (["clip", "--ring", "-W", "8", "--rows", "4096"], 0, "ring: ring=True"),
         (["arc-face", "--width", "16"], 0, "ArcFace, 1 rank × 256 samples of 16 features"),
-        (["max-sim", "-W", "2"], 0, "8,192 tokens"),
         (
             ["pytorch_metric_learning.losses:TripletMarginLoss", "--call", "labels", "-W", "4"],
             0,
             "TripletMarginLoss, 4",
         ),
         (["triplet", "--ring", "-W", "8"], 2, "Leave ring out"),
-        (["nt-xent", "--set", "temperature=-1"], 2, "temperature must be positive"),
         (["nt-xent", "--set", "temperature=-.5"], 2, "got -0.5"),
         (["nt-xnt"], 2, "nt-xent"),
     ],

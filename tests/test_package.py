@@ -87,7 +87,7 @@ from contrastive_zoo.losses import NTXent
 found["names"] = [cz.losses.NTXent is NTXent is cz.NTXent, "NTXent" in dir(cz)]
 [getattr(cz, name) for name in cz.__all__]
 new = {m.partition(".")[0] for m in {*sys.modules} - others}
-optional = {"hypothesis", "pytest", "cloudpickle", "matplotlib", "typer", "rich", "faiss", "sklearn", "pandas", "scipy"}
+optional = {"hypothesis", "pytest", "cloudpickle", "matplotlib", "typer", "faiss", "sklearn", "pandas", "scipy"}
 found["optional"] = sorted(new & {*optional, "pytorch_metric_learning"}) + inner("testing.")
 from contrastive_zoo.ranks.compat import default_group
 imported = state() == before
@@ -251,9 +251,10 @@ def test_the_extras_are_explained_once() -> None:
 
 def test_the_addresses_of_sources_are_whole() -> None:
     from contrastive_zoo.testing.catalogue import CATALOGUE
+    from tools.docstrings import source
 
     for entry in CATALOGUE.values():
-        for url in re.findall(r"https?://\S+", entry.source):
+        for url in re.findall(r"https?://\S+", source(entry.loss)):
             assert not url.endswith(("/", "-")), (entry.name, url)
             assert re.search(r"abs/\d{4}\.\d{4,5}[,;]?$|(?<!arxiv\.org)/\S+\w[,;]?$", url), (entry.name, url)
 

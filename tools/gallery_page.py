@@ -89,7 +89,6 @@ def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
         call=recipe.call,
         grad_reduction=recipe.grad_reduction,
         max_examples=max_examples,
-        level="training_step" if recipe.step else "loss",
         worlds=worlds,
         name=recipe.name,
     )
@@ -176,11 +175,9 @@ The hand-written gathers pad uneven shards. With a plain `torch.distributed.all_
 
 
 def gallery(rows: Sequence[Row]) -> dict[str, str]:
-    wrong = [row for row in rows if row.recipe.mistake is not None and not row.recipe.library]
     libraries = ("torch", *sorted({x.library.replace("_", "-") for x in PEERS.values()}))
     return {
-        "wrong": _verdicts(row for row in wrong if not row.recipe.step),
-        "training steps": _verdicts(row for row in wrong if row.recipe.step),
+        "wrong": _verdicts(row for row in rows if row.recipe.mistake is not None and not row.recipe.library),
         "libraries": f"Measured with {', '.join(f'{x} {version(x)}' for x in libraries)}.\n\n"
         + _verdicts(row for row in rows if row.recipe.library),
     }

@@ -3,6 +3,7 @@
 import re
 
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
+from tools.docstrings import summary
 from tools.loss_pages import by_class, path_of
 from tools.pages import PAGES, fill
 
@@ -23,7 +24,7 @@ def with_losses(markdown: str) -> str:
 
 
 def _summary(entry: Entry) -> str:
-    return entry.summary.removeprefix("Compute ").rstrip(".").replace("``", "`")
+    return summary(entry.loss).removeprefix("Compute ").rstrip(".").replace("``", "`")
 
 
 def as_markdown() -> str:

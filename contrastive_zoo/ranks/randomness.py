@@ -17,31 +17,31 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
     if world.size == 1:
         yield
         return
-    states = _states(device)
+    states = random_states(device)
     packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
     broadcast_in_place(packed, 0, world)  # as long on every rank
     parts = packed.cpu().split([state.nbytes for state in states])
-    _restore([part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)], device)
+    restore_random([part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)], device)
     try:
         yield
     finally:
         if world.rank != 0:
-            _restore(states, device)
+            restore_random(states, device)
 
 
 @contextmanager
 def generators_kept(device: torch.device | None) -> Iterator[None]:
     """Context manager: restores the generators."""
-    states = _states(device)
+    states = random_states(device)
     try:
         yield
     finally:
-        _restore(states, device)
+        restore_random(states, device)
 
 
 def state_bytes() -> int:
     """Return the bytes of the generators' states on the CPU."""
-    return sum(state.nbytes for state in _states(None))
+    return sum(state.nbytes for state in random_states(None))
 
 
 class StateWatch:
@@ -49,20 +49,20 @@ class StateWatch:
 
     def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
         self.found_on_any_rank = False  # whether ranks have told each other of a change
-        self.device, self.states = device, _states(device)
+        self.device, self.states = device, random_states(device)
         self.buffers = [(x, x.clone()) for x in loss.buffers()]
         self.attributes = [(vars(x), _plain(x)) for x in loss.modules()]
 
     def has_changed(self) -> bool:
         """Return whether a generator, a buffer or a plain attribute has changed since construction."""
-        states = zip(_states(self.device), self.states, strict=True)
+        states = zip(random_states(self.device), self.states, strict=True)
         if any(not torch.equal(present, before) for present, before in [*states, *self.buffers]):
             return True
         return any(held.get(name) != x for held, before in self.attributes for name, x in before.items())
 
     @torch.no_grad()
     def undo(self) -> None:
-        _restore(self.states, self.device)
+        restore_random(self.states, self.device)
         for held, plain in self.attributes:
             held.update(plain)
         for buffer, before in self.buffers:
@@ -73,7 +73,7 @@ def _plain(module: torch.nn.Module) -> dict[str, float | str]:
     return {name: x for name, x in vars(module).items() if type(x) in (int, float, bool, str)}
 
 
-def _states(device: torch.device | None) -> list[torch.Tensor]:
+def random_states(device: torch.device | None = None) -> list[torch.Tensor]:
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
     states = [
@@ -89,7 +89,7 @@ def _states(device: torch.device | None) -> list[torch.Tensor]:
     return [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
-def _restore(states: list[torch.Tensor], device: torch.device | None) -> None:
+def restore_random(states: list[torch.Tensor], device: torch.device | None = None) -> None:
     cpu, keys, position, gauss, words, next_gauss, *accelerator = states
     torch.set_rng_state(cpu)
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *position.tolist(), gauss.item()))

@@ -11,7 +11,6 @@ import multiprocessing.resource_tracker
 import operator
 import os
 import pickle
-import pickletools
 import shutil
 import signal
 import sys
@@ -56,7 +55,7 @@ _OF_RANKS = [os.path.join(os.path.dirname(__file__), name) for name in ("_rank.p
 
 
 @contextlib.contextmanager
-def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
+def prepared_forkserver(imports: Sequence[str] = ()) -> Iterator[None]:
     """Hide the caller's script from the ranks, and let a fork server that starts now import what every rank needs."""
     # dynamo: DDP and dispatch modes import it at first use, which takes each rank a second
     needed = ["torch._dynamo", "contrastive_zoo.wrapper.distributed", "contrastive_zoo.testing.check"]
@@ -174,12 +173,6 @@ def dump_job(job: Any, pickler: type[cloudpickle.Pickler] | None = None) -> byte
     with io.BytesIO() as file:
         (pickler or _JobPickler)(file).dump(job)
         return file.getvalue()
-
-
-def imported_by(job: bytes) -> list[str]:
-    """Return the modules of installed packages that a pickled job imports, as far as this process has imported them."""
-    words = {word for _, word, _ in pickletools.genops(job) if isinstance(word, str)}
-    return sorted(x for x in words & sys.modules.keys() if "-packages" in str(getattr(sys.modules[x], "__file__", "")))
 
 
 def dump_result(result: Any) -> bytes:

@@ -14,7 +14,7 @@ try:
     from hypothesis.errors import HypothesisException, NoSuchExample
 except ImportError as error:
     raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
-from torch import Tensor, nn
+from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing import invariants, measurement
@@ -50,36 +50,30 @@ def check_world_size_invariance(
     call: Call | Literal["auto"] = "auto",
     grad_reduction: GradReduction = "mean",
     max_examples: int = 30,
-    level: Literal["loss", "training_step"] = "loss",
     width: int | None = None,
     timeout: float = 4.0,
     threads: bool = False,
     worlds: Worlds | None = None,
     name: str | None = None,
-    on_example: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Check that a loss is the same function on W processes as on one: value and gradients.
 
     The check draws global batches with even, uneven and empty shards. One process and W processes compute each, and every
     invariant of :mod:`contrastive_zoo.testing.invariants` is tested, those of several backward passes on the fewest ranks.
-    At level ``"training_step"`` it tests your whole step, with its gathering, hooks and gradient scaling.
+    To compare a whole training, call :func:`contrastive_zoo.testing.audit`.
 
     Args:
-        make_loss: returns the loss, a module or function of this rank's embeddings; runs on every rank. At level
-            ``"training_step"`` it returns ``(model, step)``: ``step(model, *rows)`` takes features [n, 3] (and labels), runs
-            forward, backward and the reduction of gradients, leaves these in ``.grad`` and returns the loss.
+        make_loss: returns the loss, a module or function of this rank's embeddings; runs on every rank.
         world_sizes: the world sizes W to test.
         call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``, or as many views as
             the loss requires; ``"auto"`` infers it from the names of parameters.
         grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients.
         max_examples: number of batches.
-        level: ``"loss"`` or ``"training_step"``.
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
         timeout: seconds for one global batch; for a first call, which may compile, ten times that.
         threads: ranks are up to 64 threads of this process (:class:`~contrastive_zoo.testing.worlds.Worlds`).
         worlds: a pool of process groups, with its own timeout; None starts one.
         name: of the loss in the report.
-        on_example: called with the number of batches so far.
 
     Returns:
         The report, if all invariants hold.
@@ -98,7 +92,7 @@ def check_world_size_invariance(
     """
     require_world_sizes(world_sizes)
     choices = {"call": (call, "auto", "labels", "views"), "grad_reduction": (grad_reduction, "mean", "sum")}
-    for setting, (value, *allowed) in (choices | {"level": (level, "loss", "training_step")}).items():
+    for setting, (value, *allowed) in choices.items():
         if value not in allowed:
             raise ValueError(f"{setting} is one of {', '.join(allowed)}, got {value!r}.")
     world_sizes = tuple(sorted(set(world_sizes)))
@@ -106,16 +100,16 @@ def check_world_size_invariance(
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=timeout, grace=0.3, threads=threads))
         try:
-            inferred, problem = pool.run(1, _call_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
+            inferred, made = pool.run(1, _call_form, make_loss, timeout=CONSTRUCTION_TIMEOUT)[0]
         except RankError as error:
             raise ValueError(f"the loss cannot be constructed: {invariants.first_line(error)}") from error
         if inferred is None:
-            raise ValueError(problem)
+            raise ValueError(f"make_loss is a function that returns a loss, which is callable; it returned {made}.")
         pool.start(1, *world_sizes)
         first_call = time.monotonic()
         form, views = inferred if call == "auto" else (call, inferred[1])
         name = name or str(getattr(make_loss, "__name__", "loss"))
-        case = Case(make_loss, form, grad_reduction, views, step=level == "training_step", name=name)
+        case = Case(make_loss, form, grad_reduction, views, name=name)
         batch, patience = GlobalBatch((4,), d=width or DEFAULT_WIDTH), FIRST_CALL_FACTOR * pool.timeout
         plan = measurement.Plan(record=not pool.threads)  # which loads the compiler, too
         try:
@@ -127,7 +121,7 @@ def check_world_size_invariance(
         stack.callback(setattr, pool, "timeout", pool.timeout)
         slow = max(0.0, time.monotonic() - first_call - SHORT_CALL)
         pool.timeout += 2 * max(world_sizes) * slow  # all ranks may compile at the same time
-        examination = Examination(case, pool, world_sizes, width, on_example)
+        examination = Examination(case, pool, world_sizes, width)
         examination.survey(max_examples)
         examination.train()
         broken, report = examination.broken, examination.report
@@ -173,27 +167,17 @@ def call_form(loss: Any) -> tuple[Call, int]:
     return "labels" if is_of_labels else "views", 2 if is_any else len(required) or 2
 
 
-def _call_form(make_loss: Callable[[], Any], level: str) -> tuple[tuple[Call, int] | None, str]:
-    """Construct a loss or a training step on this rank; return its call form, or None and the problem."""
+def _call_form(make_loss: Callable[[], Any]) -> tuple[tuple[Call, int] | None, str]:
+    """Construct a loss on this rank; return its call form, or None, and the name of its type."""
     made = make_loss()
-    if level == "training_step":
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-            return call_form(partial(made[1], made[0])), ""
-        return None, f"at level training_step the function returns (model, step), got {type(made).__name__}."
-    if callable(made):
-        return call_form(made), ""
-    hint = " For (model, step) pass level training_step." if isinstance(made, tuple) else ""
-    hint = " It looks like a loss: pass a function that returns the loss." if isinstance(made, Tensor) else hint
-    return None, f"the function returns a loss, which is callable, got {type(made).__name__}.{hint}"
+    return call_form(made) if callable(made) else None, type(made).__name__
 
 
 class Examination:
     """Tests all invariants of one loss and stores the first counterexample of each."""
 
-    def __init__(
-        self, case: Case, worlds: Worlds, sizes: tuple[int, ...], width: int | None, on_example: Callable[[int], None]
-    ) -> None:
-        self.case, self.worlds, self.world_sizes, self.width, self.on_example = case, worlds, sizes, width, on_example
+    def __init__(self, case: Case, worlds: Worlds, sizes: tuple[int, ...], width: int | None) -> None:
+        self.case, self.worlds, self.world_sizes, self.width = case, worlds, sizes, width
         self.fewest = min([w for w in sizes if w > 1] or sizes)  # ranks of the smallest world of several
         self.batches = partial(global_batches, sizes, width=width)
         self.report = Report(case.name, sizes, case.grad_reduction)
@@ -238,7 +222,6 @@ class Examination:
             self.reference_error = f"Its value or a gradient is not finite at {batch}."
             return
         self.report.examples += 1
-        self.on_example(self.report.examples)
         for invariant in invariants.STEP_INVARIANTS:
             untested = invariant.name not in self.broken or invariant is runs_on_every_split
             is_small = trial.world_size == self.fewest or invariant not in invariants.OF_BACKWARD

@@ -1,6 +1,5 @@
 """The target of ``contrastive-zoo check``: a loss of the catalogue, or a function of any module that returns a loss."""
 
-import inspect
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ from torch import nn
 from typer import BadParameter
 
 from contrastive_zoo.ranks.suggestions import did_you_mean
-from contrastive_zoo.testing.catalogue import CATALOGUE
+from contrastive_zoo.testing.catalogue import CATALOGUE, find_entry
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 
@@ -17,7 +16,7 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
     """Return a function that constructs the loss, its name, and its call form; None outside the catalogue."""
     shown = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     name = f"{target.rpartition(':')[2]}({shown})" if settings else target.rpartition(":")[2]
-    entry = CATALOGUE.get(target)
+    entry = find_entry(target)
     factory, arguments = (_factory(target), settings) if entry is None else (entry.loss, entry.settings | settings)
     call = None if entry is None else entry.call
     if entry is not None and set(entry.kinds.values()) == {"rows"} and len(entry.kinds) <= 3:
@@ -27,7 +26,10 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
             f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of one to three "
             "views, that calls it, and check that function."
         )
-    _require_factory(target, factory, arguments)
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise BadParameter(
+            f"{target} is of type {type(factory).__name__}; pass a function that returns a loss, or a class."
+        )
 
     def make() -> Any:
         loss = factory(**arguments)
@@ -45,8 +47,7 @@ def _factory(target: str) -> Any:
         )
     if not separator:
         raise BadParameter(
-            f"{target!r} is neither module:function nor a loss of the catalogue.{did_you_mean(target, CATALOGUE)} "
-            "contrastive-zoo list shows the losses."
+            f"{target!r} is neither module:function nor a loss of contrastive_zoo.{did_you_mean(target, CATALOGUE)}"
         )
     try:
         return pkgutil.resolve_name(target)
@@ -56,26 +57,3 @@ def _factory(target: str) -> Any:
         raise BadParameter(f"{target}: {error}.{did_you_mean(error.name or '', dir(error.obj))}") from None
     except BaseException as error:  # a module may raise anything, and may call sys.exit
         raise BadParameter(f"{target}: importing {module_name} raised {type(error).__name__}: {error}") from None
-
-
-def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> None:
-    """Raise if an object is not a function that returns a loss when it is called with these settings."""
-    if isinstance(factory, nn.Module):
-        raise BadParameter(
-            f"{target} is a loss, not a function that returns one; "
-            f"write def make_loss(): return {target.partition(':')[2]}, and pass make_loss."
-        )
-    if not callable(factory):
-        kind = type(factory).__name__
-        raise BadParameter(f"{target} is a {kind}; pass a function that returns a loss, or a loss class.")
-    try:
-        known = inspect.signature(factory)
-        known.bind(**settings)
-    except TypeError as error:
-        unknown = next((name for name in settings if name not in known.parameters), "")
-        fix = "If it is a loss, pass a function that returns it."
-        fix = "Give them with --set name=value." if isinstance(factory, type) else fix
-        hint = did_you_mean(unknown, known.parameters).strip() or fix
-        raise BadParameter(f"{target}: {error}. {hint}") from None
-    except ValueError:  # a built-in without a signature
-        return

@@ -96,9 +96,7 @@ class Comparison:
     expected: Tensor  # of the losses in one process, [losses]
     encoder: Gradients | None
     parameters: Gradients | None  # the loss's own
-    embeddings: Ratio | None = None  # the gradient at the inputs of the loss, before the gradient all-reduce
     equal_parameters: bool = True  # whether all ranks hold the same gradient of the loss's own parameters
-    gathered: bool = False  # whether the loss receives as many samples on each rank as on one process
     tolerance: float = CLOSE  # of a right value
     shards: tuple[int, ...] = ()
 
@@ -140,7 +138,9 @@ class Evidence:
     one_sided: Comparison | None = None  # of a batch whose samples are all on the last rank
     option: str | None = None  # grad_reduction of the loss
     trainer: str = "mean"  # how the gradients of a loss are reduced
-    is_step = True  # whether a whole training step is under test, not a loss
+    equal_parameters = equal_tensors = (
+        True  # whether ranks start with the same parameters, and other tensors, of the loss
+    )
     is_training = False  # whether the evidence is of a training that was audited
     broken: frozenset[str] = frozenset()  # names of the broken invariants
     failure: str | None = None  # "hang", "no answer", "raises" or "uneven shards" if a rank fails on some batch

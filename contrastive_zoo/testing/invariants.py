@@ -160,7 +160,6 @@ def gradients_accumulate(trial: Trial) -> None:
 
     When it fails, gradient accumulation, and models that call the loss twice, get wrong gradients.
     """
-    require(not trial.case.step, "applies to losses, not to training steps")
     plan = Plan(second_seed=trial.batch.seed + 1)
     expected = trial.reduced("encoder", replace(plan, one_by_one=True))
     same(trial, trial.reduced("encoder", plan), expected, "the accumulated gradient", "one pass after the other")
@@ -172,7 +171,6 @@ def scales_with_grad_output(trial: Trial) -> None:
 
     When it fails, loss weights, gradient scalers and division by accumulation steps have no effect.
     """
-    require(not trial.case.step, "applies to losses, not to training steps")
     tripled = {name: 3 * x for name, x in trial.reduced("encoder").items()}
     same(trial, trial.reduced("encoder", Plan(scale=3.0)), tripled, "the gradient of 3 · loss", "3 · the gradient")
 
@@ -219,7 +217,6 @@ def same_random_numbers(trial: Trial) -> None:
     differ, as after data loading; a check reports it only if the expected value or gradient is wrong too. Applies only to
     losses with random numbers.
     """
-    require(not trial.case.step, "applies to losses, not to training steps")
     draws = any(isinstance(x, Measurement) and x.drew_random_numbers for x in trial.train_on_one_process())
     require(draws, "this loss draws no random numbers")
     _same_training(trial, Plan(first_seed=0))

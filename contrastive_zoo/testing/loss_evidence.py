@@ -1,4 +1,4 @@
-"""The evidence of a loss or a training step: probes on a few batches."""
+"""The evidence of a loss: probes on a few batches."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,30 +7,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from contrastive_zoo.ranks.one_process import HeldGroupError
 from contrastive_zoo.testing import measurement
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, flat, is_near
+from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Stage, flat, is_near
 from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
 from contrastive_zoo.testing.measurement import TOLERANCE, Case, Measurement, Plan, Trial
-from contrastive_zoo.testing.mistakes import FALLBACK
 from contrastive_zoo.testing.stacks import NO_COLLECTIVE
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
-from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 # Shards of the probes: equal, unequal, and all samples on the last rank
 EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
 
 
 class LossEvidence(Evidence):
-    """The evidence of a loss or a training step; the same in every run, whatever batches a check has drawn."""
+    """The evidence of a loss; the same in every run, whatever batches a check has drawn."""
 
     def __init__(
         self, case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3, failing: GlobalBatch | None = None
     ) -> None:
         self.case, self.worlds, self.width, self.tolerance = case, worlds, width, TOLERANCE
-        self.is_step, self.trainer = case.step, case.grad_reduction
+        self.trainer = case.grad_reduction
         self.broken = frozenset(broken) - {runs_on_every_split.name}
         self.measured: Measurement | None = None  # by rank 0 on the first batch
         self._trials: dict[tuple[int, ...], Trial] = {}
@@ -45,7 +42,7 @@ class LossEvidence(Evidence):
             self.failure = self._kind(error)
         if self.measured is not None:
             self.option = self.measured.grad_reduction
-            self.calls_in_backward = not case.step and any(x.is_of_floats for x in self.measured.backward)
+            self.calls_in_backward = any(x.is_of_floats for x in self.measured.backward)
             self.draws = self.measured.random_operations
         self.stages = self._stages(failing)
 
@@ -67,32 +64,25 @@ class LossEvidence(Evidence):
             expected, by_rank = getattr(one, of), [getattr(x, of) for x in ranks]
             if not expected:
                 return None
-            by_rank = by_rank if self.is_step else [trial.reduce(by_rank)]
-            names = [name for name in expected if all(name in x for x in by_rank)]
-            return Gradients.between([flat(x, names) for x in by_rank], flat(expected, names), self.close)
+            reduced = trial.reduce(by_rank)
+            names = [name for name in expected if name in reduced]
+            return Gradients.between([flat(reduced, names)], flat(expected, names), self.close)
 
-        embeddings, lengths = None, [[len(y) for y in x.embeddings] for x in (one, *ranks)]
-        if one.embeddings and all(len(x) == len(lengths[0]) for x in lengths):
-            by_input = zip(*(x.embeddings for x in ranks), strict=True)
-            of_ranks = torch.cat([x.flatten() for each in by_input for x in each])
-            embeddings = Ratio.between(of_ranks, torch.cat([x.flatten() for x in one.embeddings]))
         return Comparison(
             values=torch.tensor([[x.value] for x in ranks], dtype=torch.float64),
             expected=torch.tensor([one.value], dtype=torch.float64),
             encoder=gradients("encoder"),
             parameters=gradients("parameters"),
-            embeddings=embeddings,
             equal_parameters=_are_equal([x.parameters for x in ranks]),
-            gathered=bool(one.embeddings) and all(x == lengths[0] for x in lengths),
             tolerance=self.close,
             shards=shards,
         )
 
     def _stages(self, failing: GlobalBatch | None) -> list[Stage]:
-        with suppress(RankError):  # the loss's own parameters, before the first step
-            if not _are_equal(
-                self.worlds.run(2, measurement.starting_parameters, self.case, self._trial(EVEN[0]).batch)
-            ):
+        with suppress(RankError):
+            starts = zip(*self.worlds.run(2, measurement.starting_tensors, self.case, self.width), strict=True)
+            self.equal_parameters, self.equal_tensors = map(_are_equal, starts)
+            if not (self.equal_parameters and self.equal_tensors):
                 return ["start"]
         if not self.comparisons:
             return ["failure"]
@@ -116,8 +106,6 @@ class LossEvidence(Evidence):
     def _kind(self, error: RankError) -> str:
         if isinstance(error, WorldTimeout):
             return "no answer" if NO_COLLECTIVE in str(error) else "hang"
-        if any(isinstance(x, HeldGroupError) for x in error.errors.values()):
-            return FALLBACK
         return "uneven shards" if self.comparisons else "raises"
 
     def calls(self, name: str) -> bool:
@@ -129,12 +117,6 @@ class LossEvidence(Evidence):
         return [self.uneven] if self.stages == ["uneven"] and self.uneven is not None else self.comparisons
 
     def confirms(self, mistake: str) -> bool:
-        if mistake == FALLBACK:
-            if self.option is not None or self.is_step or not self.calls(""):
-                return False
-            make = self.case.make
-            wrapped = replace(self.case, make=lambda: DistributedLoss(make()))
-            return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
         if mistake == "state":
             return self._remembers
         if mistake == {"labels": "views split wrongly", "views": "labels not gathered"}[self.case.call]:

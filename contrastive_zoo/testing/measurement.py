@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import LossModules
+from contrastive_zoo.ranks.randomness import random_states
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch, training_of
 from contrastive_zoo.testing.evidence import noisy, tolerance
 from contrastive_zoo.testing.interventions import EDITS, splitting
-from contrastive_zoo.testing.messages import LossRecorder, Message, Messages, allow_repeated_samples
+from contrastive_zoo.testing.messages import Message, Messages, allow_repeated_samples
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 Call = Literal["labels", "views"]
@@ -27,18 +28,12 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss or a training step under test.
-
-    ``make`` runs on every rank, in its process group, with the same seed. It returns the loss, a callable of the local
-    embeddings; of a training step ``(model, step)``, where ``step(model, *features)`` runs forward, backward and the
-    reduction of gradients, and returns the loss. Features are [n, 3].
-    """
+    """A loss under test. ``make`` returns it, a callable of the local embeddings, on every rank, with the same seed."""
 
     make: Callable[[], Any]
     call: Call = "labels"  # "labels" for loss(embeddings, labels), "views" for loss(view1, view2, …)
     grad_reduction: GradReduction = "mean"  # how the trainer reduces gradients over ranks
     views: int = 2  # number of views, for call="views"; 3 for loss(anchor, positive, negative)
-    step: bool = False  # whether a whole training step is under test
     name: str = "loss"  # in reports
     repetitions: int = 0  # calls that are averaged, with other random numbers on each rank; 0 for one call
 
@@ -64,7 +59,6 @@ class Measurement:
     backward: Sequence[Message] = ()  # after that
     drew_random_numbers: bool = False  # from a global generator
     random_operations: bool = False  # whether any generator is drawn from, if recorded
-    embeddings: list[Tensor] = field(default_factory=list)  # of a step, the gradients at the inputs of its loss
     grad_reduction: str | None = None  # the option of this name, if the loss has one
     precision: torch.dtype = torch.float64  # the narrowest dtype in which the loss computes, if recorded
     noise: float = 0.0  # the standard error of an average, as a difference of two measurements is counted
@@ -151,23 +145,14 @@ def set_float64_and_seed() -> None:
 
 
 class Subject:
-    """A loss and an encoder, or a training step and its model, in float64, with the same seed on every rank."""
+    """A loss and an encoder in float64, with the same seed on every rank."""
 
     def __init__(self, case: Case, d: int, rounding: tuple[int, torch.dtype] | None = None) -> None:
         set_float64_and_seed()
-        loss = case.make()
-        allow_repeated_samples(loss)
-        self.rounding = rounding
-        self.loss: Any = None if case.step else loss
-        model, step = loss if case.step else (Encoder(d), None)
-        self.model, self.step = model.double(), step
-        self.module = loss.double() if isinstance(loss, nn.Module) else nn.Module()
-        self.recorder = LossRecorder()
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The loss's own parameters; those of a training step are known once it has called its loss."""
-        return {**dict(self.module.named_parameters()), **self.recorder.parameters}
+        self.loss = case.make()
+        allow_repeated_samples(self.loss)
+        self.encoder, self.rounding = Encoder(d), rounding
+        self.module = self.loss.double() if isinstance(self.loss, nn.Module) else nn.Module()
 
     def measure(self, shards: Sequence[Sequence[Tensor]], plan: Plan) -> Measurement:
         """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
@@ -176,64 +161,58 @@ class Subject:
             threading.current_thread(), "sent", messages.sent
         )  # a rank of threads has its own
         sent.clear()
-        self.recorder = LossRecorder(count=lambda: len(sent))
         values: list[Tensor] = []
         returned = 0  # number of messages at the time
         for batches in [[x] for x in shards] if plan.one_by_one else [shards]:
             with messages if plan.record or messages.same_draws else nullcontext():
                 called = [self.value(x) for x in batches]
                 returned = returned or len(sent)
-                for value in called if self.step is None else ():
+                for value in called:
                     (plan.scale * value / len(shards)).backward()
             values += called
-        calls, known = self.recorder.calls, set(self.recorder.parameters.values())
-        if self.step is not None:
-            returned = calls[-1].position if calls else 0
-        encoder = self.model.named_parameters()  # with those of a loss; names are the same with and without DDP
-        replicated, sharded = split_parameters(self.module, gradients(self.parameters.items()))
+        replicated, sharded = split_parameters(self.module, gradients(self.module.named_parameters()))
         # what ranks share: without a pointer into an empty queue, which nothing sets
-        shared = LossModules(self.module if self.step is None else self.model)
+        shared = LossModules(self.module)
         return Measurement(
             sum(float(value.detach()) for value in values) / len(values),
-            gradients((name.removeprefix("module."), x) for name, x in encoder if x not in known),
+            gradients(self.encoder.named_parameters()),
             replicated,
             sharded,
             {name: x.detach().clone() for name, x in shared.shared_state().items() if not isinstance(x, nn.Parameter)},
             forward=sent[:returned],
             backward=sent[returned:],
-            drew_random_numbers=random_states() != states,
+            drew_random_numbers=not all(map(torch.equal, states, random_states())),
             random_operations=messages.draws > 0,
-            embeddings=[gradient for call in calls for gradient in call.embedding_gradients],
-            grad_reduction=getattr(calls[0].loss if calls else self.loss, "grad_reduction", None),
+            grad_reduction=getattr(self.loss, "grad_reduction", None),
             precision=messages.precision,
         )
 
     @torch.no_grad()
     def end_step(self) -> None:
-        for parameter in {*self.model.parameters(), *self.parameters.values()}:
+        for parameter in (*self.encoder.parameters(), *self.module.parameters()):
             parameter.mul_(PARAMETER_FACTOR)
             parameter.grad = None
 
     def value(self, samples: Sequence[Tensor]) -> Tensor:
-        """Return the loss of these samples; a training step also runs backward."""
-        if self.step is None:
-            embeddings = self.model.embed(samples)
-            if self.rounding is not None:
-                generator = torch.Generator().manual_seed(self.rounding[0])
-                embeddings = [noisy(x, generator, torch.finfo(self.rounding[1]).eps) for x in embeddings]
-            return scalar(self.loss(*embeddings))
-        with self.recorder.recording():
-            return scalar(self.step(self.model, *samples))
+        """Return the loss of these samples."""
+        embeddings = [self.encoder(x) if x.is_floating_point() else x for x in samples]
+        if self.rounding is not None:
+            generator = torch.Generator().manual_seed(self.rounding[0])
+            embeddings = [noisy(x, generator, torch.finfo(self.rounding[1]).eps) for x in embeddings]
+        return scalar(self.loss(*embeddings))
 
 
-def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
-    """Return the loss's own parameters before a step, also of a step that raises; runs on every rank."""
-    subject = Subject(case, batch.d)
-    if case.step:
-        with suppress(Exception):
-            subject.value(local_shard(case, batch, UNCHANGED))
-    tensors = {name: x.detach().clone() for name, x in subject.parameters.items()}
-    return split_parameters(subject.module, tensors)[0]
+def starting_tensors(case: Case, d: int) -> tuple[Gradients, Gradients]:
+    """Return the loss's replicated parameters before a step, and its other tensors of floats; runs on every rank."""
+    module = Subject(case, d).module
+    parameters = {name: x.detach().clone() for name, x in module.named_parameters()}
+    others = {
+        f"{prefix}.{name}": x.detach().clone()
+        for prefix, part in module.named_modules()
+        for name, x in (part._buffers | vars(part)).items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    return split_parameters(module, parameters)[0], others
 
 
 class Encoder(nn.Module):
@@ -246,10 +225,6 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return sum((x[:, i : i + 1] * self.weight[i] for i in range(FEATURES)), torch.zeros(()))
-
-    def embed(self, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Return the arguments of the loss: embeddings of the samples, labels unchanged."""
-        return [self(x) if x.is_floating_point() else x for x in arguments]
 
 
 def whole_batch(case: Case, batch: GlobalBatch) -> list[Tensor]:
@@ -287,11 +262,6 @@ def split_parameters(module: nn.Module, tensors: Gradients) -> tuple[Gradients, 
     }
     replicated = {name: x for name, x in tensors.items() if name not in sharded}
     return replicated, {name: x for name, x in tensors.items() if name in sharded}
-
-
-def random_states() -> tuple[Any, ...]:
-    numpy_state: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), numpy_state[1].tobytes(), numpy_state[2], random.getstate()
 
 
 TOLERANCE = 1e-10  # largest allowed difference in float64, relative to the larger of 1 and the largest expected element
@@ -339,7 +309,7 @@ class Trial:
 
     @property
     def draws(self) -> bool:
-        return self.on_one_process().drew_random_numbers and not self.case.step
+        return self.on_one_process().drew_random_numbers
 
     def _run(self, size: int, steps: tuple[GlobalBatch, ...], plan: Plan) -> list[list[Outcome]]:
         """Run the steps of a training on ``size`` ranks, unless that was done before."""
@@ -362,8 +332,6 @@ class Trial:
 
     def reduce(self, by_rank: Sequence[Gradients]) -> Gradients:
         """Return the gradients after the gradient all-reduce of the trainer."""
-        if self.case.step:  # the step has already reduced them
-            return by_rank[0]
         weight = 1 / len(by_rank) if self.case.grad_reduction == "mean" else 1.0
         return {name: weight * torch.stack([result[name] for result in by_rank]).sum(0) for name in by_rank[0]}
 

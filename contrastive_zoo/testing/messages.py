@@ -1,4 +1,4 @@
-"""What a rank does in a call: its collectives, its precision, the random numbers that it draws, the losses that it calls."""
+"""What a rank does in a call: its collectives, its precision, the random numbers that it draws."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -82,62 +82,7 @@ def replaced(home: Any, name: str, function: Callable[..., Any]) -> AbstractCont
     return patch.object(home, name, call)
 
 
-class LossCall(NamedTuple):
-    loss: nn.Module  # the outermost module that received embeddings and returned a scalar
-    embedding_gradients: list[Tensor]  # of its inputs [n, ...] that require gradients, zero before the backward pass
-    position: int  # the number that count returned when the loss returned
-
-
-class LossRecorder:
-    """Records the calls of losses: modules with an input that requires gradients that return a scalar, or raise."""
-
-    def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
-        self.count = count
-        self.calls: list[LossCall] = []
-
-    def recording(self) -> Any:
-        return replaced(nn.Module, "_call_impl", self._on_call)
-
-    def _on_call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(module, *args, **kwargs)
-        allow_repeated_samples(module)
-        try:
-            output = original(module, *args, **kwargs)
-        except BaseException:
-            self._record(module, (args, kwargs))
-            raise
-        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        if tensors and tensors[0].ndim == 0 and tensors[0].requires_grad:
-            self._record(module, (args, kwargs))
-        return output
-
-    def _record(self, module: nn.Module, arguments: Any) -> None:
-        inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
-        if not inputs:
-            return
-        members = {*module.modules()}
-        self.calls = [call for call in self.calls if call.loss not in members]  # inner modules return first
-        embeddings = [x for x in inputs if x.ndim > 1]  # not a scale or a temperature
-        call = LossCall(module, [torch.zeros_like(x) for x in embeddings], self.count())
-        for x, total in zip(embeddings, call.embedding_gradients, strict=True):
-            x.register_hook(functools.partial(_add, total))
-        self.calls.append(call)
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        names: dict[nn.Parameter, str] = {}
-        for index, call in enumerate(self.calls):
-            for name, parameter in call.loss.named_parameters():
-                names.setdefault(parameter, f"loss{index or ''}.{name}")
-        return {name: parameter for parameter, name in names.items()}
-
-
 def allow_repeated_samples(loss: Any) -> None:
     """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples."""
     if hasattr(loss, "check_distinct"):
         loss.check_distinct = False
-
-
-def _add(total: Tensor, gradient: Tensor) -> None:  # a hook that returned a tensor would replace the gradient
-    total += gradient.detach()

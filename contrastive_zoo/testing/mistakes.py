@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from contrastive_zoo.testing.evidence import Comparison, Evidence, is_scaled
 
 NOT_RECOGNISED = "not recognised"  # name of the diagnosis of evidence that fits no known mistake
-FALLBACK = "gathers by itself"  # the mistake that is tried where no other one fits
 
 # Invariants by each of which one mistake is known
 OUTSIDE_THE_CONTRACT = (
@@ -57,19 +56,15 @@ class Diagnosis:
     def fix(self) -> str:
         return MISTAKES[self.mistake].fix
 
-    def details(self) -> dict[str, str]:
-        """Return what supports the diagnosis, by title, without what is empty."""
-        named = {"Measured": self.measured, "Because": "; ".join(self.confirmed)}
-        named |= {"Also considered": ". Also considered: ".join(self.competing)}
-        return {title: text for title, text in named.items() if text}
-
     def as_dict(self) -> dict[str, Any]:
         lists = {"confirmed": list(self.confirmed), "competing": list(self.competing)}
         return vars(self) | lists | {"why": self.why, "fix": self.fix}
 
     def __str__(self) -> str:
-        details = "".join(f"{title}: {text}. " for title, text in self.details().items())
-        return f"{self.mistake}: {self.why} {details}Fix: {self.fix}"
+        named = {"Measured": self.measured, "Because": "; ".join(self.confirmed)}
+        named |= {"Also considered": ". Also considered: ".join(self.competing)}
+        details = "".join(f"\n{title}: {text}." for title, text in named.items() if text)
+        return f"{self.mistake}: {self.why}{details}\nFix: {self.fix}"
 
 
 class Explanation(NamedTuple):
@@ -85,8 +80,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """Return the first mistake all of whose predictions hold, and the ones that come closest."""
     explanations: list[Explanation] = []
     for name, predicted in (x for stage in evidence.stages for x in SIGNATURES[stage].items()):
-        is_tried = name != FALLBACK or all(x.against for x in explanations)
-        if is_tried and MISTAKES[name].of_training >= evidence.is_training:
+        if MISTAKES[name].of_training >= evidence.is_training:
             against = next((x for x in predicted if not FACTS[x](evidence)), "")
             held = predicted[: predicted.index(against)] if against else predicted
             explanations.append(Explanation(name, held, against, len(held) / len(predicted)))
@@ -128,18 +122,16 @@ def _of_factor(holds: Callable[[Comparison, float], bool], power: float | None) 
 
 def _is_summed(e: Evidence) -> bool:
     """Return whether a trainer sums gradients of a loss that expects a mean."""
-    if not e.is_step:
+    if not e.is_training:
         return e.trainer == "sum" and e.every(lambda x: x.is_scaled(x.world_size, x.world_size))
     has_factor = e.every(lambda x: x.encoder is not None and is_scaled(x.encoder, x.world_size))
-    of_parameters = e.every(lambda x: any(is_scaled(x.parameters, w) for w in (1, x.world_size)))
-    return has_factor and of_parameters and e.every(lambda x: is_scaled(x.embeddings, x.world_size))
+    return has_factor and e.every(lambda x: any(is_scaled(x.parameters, w) for w in (1, x.world_size)))
 
 
 def _is_averaged(e: Evidence) -> bool:
     """Return whether a trainer averages gradients of a loss that expects a sum."""
     is_known = e.option == "sum" or (e.has_parameters and not e.is_training)
-    is_part = e.every(lambda x: x.is_scaled(1 / x.world_size, 1 / x.world_size) and is_scaled(x.embeddings, 1))
-    return is_known and is_part
+    return is_known and e.every(lambda x: x.is_scaled(1 / x.world_size, 1 / x.world_size))
 
 
 def _lacks_parameter_reduction(e: Evidence) -> bool:
@@ -147,7 +139,7 @@ def _lacks_parameter_reduction(e: Evidence) -> bool:
     is_local = e.every(lambda x: is_scaled(x.encoder, 1) and x.parameters is not None and x.parameters.lack_reduction)
     # of a loss for a sum trainer each rank holds 1/W of the gradient
     is_of_sum = e.option == "sum" and e.has_parameters and e.every(lambda x: x.is_scaled(1, 1 / x.world_size))
-    return e.is_step and (is_local or is_of_sum)
+    return e.is_training and (is_local or is_of_sum)
 
 
 def _counts_local_samples(e: Evidence) -> bool:
@@ -189,20 +181,17 @@ ANSWERS: dict[str, tuple[str, str, bool]] = {
     "another order of the last rank's samples changes the value": ("changes", "last shard reversed", True),
     "the same other order on every rank changes nothing": ("changes", "all shards reversed", False),
     "an encoder that computes each shard apart gives the same results": ("confirms", "batch statistics", True),
-    "a rank returns the loss of the samples of some ranks only": ("confirms", "group of the loss", True),
     "a rank returns the loss of its samples alone, or their mean": ("confirms", "local negatives", True),
     "a rank returns the loss of all samples, its own before those of other ranks": ("confirms", "own rank first", True),
     "a rank returns the loss of all samples with its own labels repeated": ("confirms", "labels not gathered", True),
     "a rank returns the loss of views that are cut from the ranks' blocks": ("confirms", "views split wrongly", True),
-    "ranks communicate, and in DistributedLoss the loss is right": ("confirms", FALLBACK, True),
 }
-FAILURES = ("hang", "no answer", "raises", "uneven shards", FALLBACK)
+FAILURES = ("hang", "no answer", "raises", "uneven shards")
 WITH_FACTOR: dict[str, Callable[[Comparison, float], bool]] = {
     "every rank returns {} the value of one process": Comparison.has_values,
     "the mean of the ranks' values is {} the value of one process": Comparison.has_mean,
     "the encoder's gradient is {} the right one": lambda x, factor: is_scaled(x.encoder, factor),
     "the gradient of the loss's own parameters is {} the right one": lambda x, factor: is_scaled(x.parameters, factor),
-    "the embeddings get {} the right gradient": lambda x, factor: is_scaled(x.embeddings, factor),
 }
 # What may be so of evidence, in words
 FACTS: dict[str, Fact] = {
@@ -210,7 +199,8 @@ FACTS: dict[str, Fact] = {
     **{fact: partial(lambda asks, x, yes, e: getattr(e, asks)(x) is yes, *of) for fact, of in ANSWERS.items()},
     **{f"ranks fail: {x}": partial(lambda x, e: e.failure == x, x) for x in FAILURES},
     **{f"{x} is broken": partial(lambda x, e: x in e.broken, x) for x in OUTSIDE_THE_CONTRACT},
-    "parameters differ between ranks before the first step": lambda e: True,
+    "parameters differ between ranks before the first step": lambda e: not e.equal_parameters,
+    "other tensors of the loss differ between ranks before the first step": lambda e: not e.equal_tensors,
     "the encoder has a gradient": lambda e: e.every(lambda x: x.encoder is not None),
     "the loss has parameters of its own": lambda e: e.has_parameters,
     "the encoder's gradient is right only after a mean over ranks": lambda e: e.every(
@@ -224,12 +214,11 @@ FACTS: dict[str, Fact] = {
     "the direction of the encoder's gradient is wrong": lambda e: (
         not e.every(lambda x: x.encoder is not None and x.encoder.has_direction)
     ),
-    "it is a training step": lambda e: e.is_step,
+    "it is a training": lambda e: e.is_training,
     "the trainer sums the right gradients": _is_summed,
     "the trainer averages gradients that should be summed": _is_averaged,
     "ranks communicate in the backward pass": lambda e: e.calls_in_backward,
     "no rank communicates in the backward pass": lambda e: not e.calls_in_backward,
-    "a loss that gathers receives the samples of all ranks": lambda e: bool(e.option) and e.every(lambda x: x.gathered),
     "ranks draw random numbers": lambda e: e.draws,
     "the mean of the ranks' values is not that of one process": lambda e: not e.every(lambda x: x.has_mean(1)),
     "the value is right where positives, or the nearest negatives, are on the anchor's rank": lambda e: (

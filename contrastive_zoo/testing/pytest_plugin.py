@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copyreg
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +17,10 @@ MARKER = "world_sizes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "timeout in seconds of one test in one world of processes"
-    parser.addini("world_timeout", f"{about} (--world-timeout takes precedence)", default="60")
     group = parser.getgroup("contrastive_zoo")
-    group.addoption("--world-timeout", type=_seconds, metavar="SECONDS", help=f"{about}; 60 by default")
+    about = "timeout in seconds of one test in one world of processes; 60 by default"
+    group.addoption("--world-timeout", type=float, default=60.0, metavar="SECONDS", help=about)
     of_threads = "run ranks as threads of the test's process, up to 64, in which a debugger works"
-    parser.addini("world_threads", of_threads, type="bool", default=False)
     group.addoption("--world-threads", action="store_true", help=of_threads)
 
 
@@ -35,24 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARKER}(*sizes, timeout=None): run the test on every rank of live gloo worlds of these sizes; inside, "
         "torch.distributed is initialised. rank and world_size are fixtures; timeout is in seconds.",
     )
-    try:
-        _timeout(config)
-    except argparse.ArgumentTypeError as error:
-        raise pytest.UsageError(f"world_timeout: {error}") from None
-
-
-def _seconds(text: str) -> float:
-    seconds = math.nan
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"a positive number of seconds was expected, got {text!r}.")
-    return seconds
-
-
-def _timeout(config: pytest.Config) -> float:
-    option: float | None = config.getoption("world_timeout")
-    return _seconds(config.getini("world_timeout")) if option is None else option
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +37,8 @@ def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
     """Provide a pool of live worlds for the whole session: ``worlds.run(2, function, *arguments)``."""
     from contrastive_zoo.testing.worlds import Worlds
 
-    threads = pytestconfig.getoption("world_threads") or pytestconfig.getini("world_threads")
-    with Worlds(timeout=_timeout(pytestconfig), threads=threads) as pool:
+    timeout, threads = map(pytestconfig.getoption, ("world_timeout", "world_threads"))
+    with Worlds(timeout=timeout, threads=threads) as pool:
         yield pool
 
 
@@ -98,7 +75,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         problem = f"sizes and timeout, got {', '.join(sorted(unknown))} as well."
     if problem:
         raise _failure(f"{metafunc.definition.nodeid}: {MARKER} takes {problem}")
-    # world_size is no fixture: Hypothesis would treat it as function-scoped, not made anew for each example.
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")
     metafunc.parametrize("world_size", sizes, ids=[f"W={size}" for size in sizes])
@@ -108,11 +84,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Reject marked tests that would run in this process only, or not at all."""
     problem = ""
     if _size(item) is None:
-        problem = f"{MARKER} marks test functions and methods of plain classes, not those of a unittest.TestCase."
+        problem = "marks test functions and methods of plain classes, not those of a unittest.TestCase."
     elif inspect.iscoroutinefunction(getattr(item, "obj", None)):
-        problem = f"{MARKER}: an async test cannot run on ranks; start the event loop inside the test."
+        problem = "cannot run an async test on ranks; start the event loop inside the test."
+    elif getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        problem = (
+            "would draw another example on each rank. Use the fixture worlds instead: worlds.run inside of the test."
+        )
     if problem and item.get_closest_marker(MARKER) is not None:
-        raise _failure(f"{item.nodeid}: {problem}")
+        raise _failure(f"{item.nodeid}: {MARKER} {problem}")
 
 
 def _size(item: pytest.Item) -> int | None:
@@ -129,45 +109,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     pool: Worlds = pyfuncitem._request.getfixturevalue("worlds")
     pool.start(size)  # not part of the test's timeout
-    on_ranks = functools.partial(_on_ranks, pool, size, marker.kwargs.get("timeout"))
-    test = pyfuncitem.obj
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    if not getattr(test, "is_hypothesis_test", False):
-        on_ranks(test, **arguments)
-        return True
-    # Hypothesis draws in this process, so that all ranks get the same example; inner_test is called with each.
-    handle, body = test.hypothesis, test.hypothesis.inner_test
-
-    @functools.wraps(body)
-    def body_on_ranks(*args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        on_ranks(body, *args, **kwargs)
-
-    handle.inner_test = body_on_ranks
-    try:
-        test(**arguments)
-    except pytest.fail.Exception as failure:  # pytest omits the notes of a failure without a traceback
-        example = getattr(failure, "__notes__", [])
-        raise pytest.fail.Exception("\n".join([str(failure), *example]), pytrace=False) from None
-    finally:
-        handle.inner_test = body
-    return True
-
-
-def _on_ranks(
-    pool: Worlds, size: int, timeout: float | None, body: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> None:
     __tracebackhide__ = True
     from contrastive_zoo.testing.worlds import RankError
 
-    job: Any = OnRank(_unpickle_body, functools.partial(body, *args, **kwargs))
+    job: Any = OnRank(_unpickle_body, functools.partial(pyfuncitem.obj, **arguments))
     try:
-        pool.run(size, job, timeout=timeout)
-        return
+        pool.run(size, job, timeout=marker.kwargs.get("timeout"))
+        return True
     except RankError as error:
         failure = _outcome(error)
     except TypeError as error:  # raised before anything ran
-        failure = _failure(_pickling_problem(body, kwargs, error))
+        failure = _failure(
+            f"{pyfuncitem.name}: its arguments are evaluated in this process and sent to the ranks, but cannot be pickled: "
+            f"{error.__cause__}. Make them inside the test, or leave the marker out and call worlds.run."
+        )
     raise failure
 
 
@@ -190,23 +146,6 @@ def _outcome(error: Any) -> BaseException:
     if errors and all(isinstance(x, pytest.xfail.Exception) for x in errors):
         return errors[0]
     return _failure(str(error))
-
-
-def _pickling_problem(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
-    from contrastive_zoo.testing._rank import dump_job
-
-    problems = []
-    for name, value in ({"self": getattr(body, "__self__", None)} | arguments).items():
-        try:
-            dump_job(value)
-        except Exception as reason:
-            problems.append(f"{name} ({type(value).__name__}: {str(reason).partition(chr(10))[0]})")
-    if not problems:
-        return str(error)
-    return (
-        f"{body.__name__}: its arguments are evaluated in this process and sent to the ranks, but these cannot be pickled: "
-        f"{', '.join(problems)}. Make them inside the test, or leave the marker out and call worlds.run."
-    )
 
 
 def _failure(message: str) -> BaseException:

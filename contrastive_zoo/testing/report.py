@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import Diagnosis
@@ -15,30 +16,6 @@ if TYPE_CHECKING:  # they need cloudpickle, which an audit does not
     from contrastive_zoo.testing.invariants import Invariant
     from contrastive_zoo.testing.measurement import GradReduction
 
-# A name, whether it holds (or words in place of yes and no), and what was measured
-Row = tuple[str, bool | str | None, Sequence[str]]
-
-
-class Section(NamedTuple):
-    """A part of a report, as the console and ``str`` print it: a table with a title, and what is said below."""
-
-    title: str
-    seconds: float
-    headings: tuple[str, ...]
-    rows: Sequence[Row]
-    diagnoses: Sequence[Diagnosis]
-    problems: Sequence[str] = ()  # what could not be compared
-    notes: Sequence[str] = ()  # what is not a mistake, and is good to know
-
-    def __str__(self) -> str:
-        lines = [*self.problems, *(f"Diagnosis: {x}" for x in self.diagnoses)]
-        for name, holds, measured in self.rows:
-            if holds is False:
-                titled = zip(self.headings[2:], measured, strict=True)
-                lines.append(f"{name}: {', '.join(f'{title}: {x}' for title, x in titled)}")
-        lines += [f"Note: {x}." for x in self.notes]
-        return "".join("\n  " + line.replace("\n", "\n      ") for line in lines)
-
 
 def require_world_sizes(world_sizes: Sequence[int]) -> None:
     if not world_sizes or min(world_sizes) < 1:
@@ -46,20 +23,18 @@ def require_world_sizes(world_sizes: Sequence[int]) -> None:
 
 
 class _Result:
-    """A report: ``sections`` are what is printed, ``as_dict`` is the report in plain types, for JSON."""
+    """A report: ``str`` is what is printed, ``as_dict`` is the report in plain types, for JSON."""
 
-    name: Any
     ok: Any
-    verdict: Any
-    sections: Any
 
     @property
     def status(self) -> int:
         """The exit status of the command: 0 the same, 1 not the same, 2 not known."""
         return {True: 0, False: 1, None: 2}[self.ok]
 
-    def __str__(self) -> str:
-        return self.verdict + "".join(f"\n{x.title}{x}".removeprefix(f"\n{self.name}") for x in self.sections())
+
+def _indented(lines: Iterable[object]) -> str:
+    return "".join("\n  " + str(line).replace("\n", "\n      ") for line in lines)
 
 
 @dataclass
@@ -95,30 +70,20 @@ class Report(_Result):
         extent = f"{self.examples} global batches on {sizes} processes, {trainer}"
         return f"{self.name} is {'' if self.ok else 'not '}the same function on any number of processes ({extent})."
 
-    def _by_invariant(self) -> dict[str, tuple[bool | None, Finding | None]]:
-        """Return for every invariant whether it held on every batch, None if not tried, and its finding."""
-        from contrastive_zoo.testing.invariants import INVARIANTS
-
-        result: dict[str, tuple[bool | None, Finding | None]] = {x.name: (None, None) for x in INVARIANTS}
-        result |= {name: (True, None) for name in result if name in self.tried}
-        return result | {x.invariant.name: (False, x) for x in self.findings}
-
-    def sections(self) -> list[Section]:
-        rows: list[Row] = [
-            (name, "not tried" if holds is None else holds, [f"{x.batch}   # {x.batch!r}\n{x.message}"] if x else [])
-            for name, (holds, x) in self._by_invariant().items()
-        ]
-        headings = ("invariant", "holds", "smallest batch that breaks it")
-        diagnoses = [self.diagnosis] if self.diagnosis else []
-        notes = [f"{self.name} {note}" for note in self.notes]
-        return [Section(self.name, self.seconds, headings, rows, diagnoses, notes=notes)]
+    def __str__(self) -> str:
+        lines = [f"{x.invariant}: {x.batch}   # {x.batch!r}\n{x.message}" for x in self.findings]
+        lines += [f"Diagnosis: {self.diagnosis}"] if self.diagnosis else []
+        return self.verdict + _indented([*lines, *(f"Note: {self.name} {note}." for note in self.notes)])
 
     def as_dict(self) -> dict[str, Any]:
+        from contrastive_zoo.testing.invariants import INVARIANTS
+
         plain = {name: getattr(self, name) for name in ("ok", "grad_reduction", "examples", "notes")}
-        invariants = {
-            name: {"holds": holds, **({"message": x.message, "batch": repr(x.batch)} if x else {})}
-            for name, (holds, x) in self._by_invariant().items()
+        invariants: dict[str, dict[str, Any]] = {
+            x.name: {"holds": True if x.name in self.tried else None} for x in INVARIANTS
         }
+        for x in self.findings:
+            invariants[x.invariant.name] = {"holds": False, "message": x.message, "batch": repr(x.batch)}
         plain |= {"loss": self.name, "world_sizes": list(self.world_sizes), "seconds": round(self.seconds, 2)}
         return plain | {"invariants": invariants, "diagnosis": self.diagnosis and self.diagnosis.as_dict()}
 
@@ -129,6 +94,9 @@ class NotInvariant(AssertionError):
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
+
+
+HEADINGS = ("compared with one process", "the same", "ratio", "cosine", "error", "tolerance")
 
 
 @dataclass
@@ -151,13 +119,13 @@ class Quantity:
         """Whether it is not that of one process, and no note explains it."""
         return self.ok is False and not self.is_noted
 
-    def row(self) -> Row:
+    def row(self) -> tuple[str, ...]:
+        answer = "see note" if self.is_noted else {True: "yes", False: "no", None: "not compared"}[self.ok]
         if self.ratio is None:
-            return self.name, None, ()
+            return self.name, answer
         error = self.ratio.error
         shown = f"{error:.1%}" if math.isfinite(error) and error >= 0.001 else f"{error:.0e}"
-        numbers = (f"{self.ratio.ratio:.4g}", f"{self.ratio.cosine:.4f}", shown, f"{self.tolerance:.0e}")
-        return self.name, "see note" if self.is_noted else self.ok, numbers
+        return self.name, answer, f"{self.ratio.ratio:.4g}", f"{self.ratio.cosine:.4f}", shown, f"{self.tolerance:.0e}"
 
     def as_dict(self) -> dict[str, Any]:
         numbers = {} if self.ratio is None else self.ratio._asdict()
@@ -190,17 +158,14 @@ class WorldReport:
             return False
         return True if self.quantities and not self.not_compared and not self.problem else None
 
-    def section(self) -> Section:
+    def __str__(self) -> str:
         losses = f", {', '.join(dict.fromkeys(self.losses))}" if self.losses else ""
-        return Section(
-            f"{self.world_size} processes, {self.steps} steps{losses}",
-            self.seconds,
-            ("compared with one process", "the same", "ratio", "cosine", "error", "tolerance"),
-            [x.row() for x in self.quantities],
-            self.findings,
-            [*(f"Not compared: {x}." for x in self.not_compared), *filter(None, [self.problem])],
-            self.notes,
-        )
+        rows = [HEADINGS, *(x.row() for x in self.quantities)] if self.quantities else []
+        widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+        lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [*(f"Not compared: {x}." for x in self.not_compared), *filter(None, [self.problem])]
+        lines += [*(f"Diagnosis: {x}" for x in self.findings), *(f"Note: {x}." for x in self.notes)]
+        return f"{self.world_size} processes, {self.steps} steps{losses} ({self.seconds:.1f} s){_indented(lines)}"
 
     def as_dict(self) -> dict[str, Any]:
         lists = {name: [x.as_dict() for x in getattr(self, name)] for name in ("quantities", "findings")}
@@ -232,8 +197,8 @@ class AuditReport(_Result):
         why = next((f": {y.splitlines()[0]}" for x in self.worlds for y in [x.problem, *x.not_compared] if y), "")
         return f"{self.name}: {words} was compared{why.rstrip('.:')}."
 
-    def sections(self) -> list[Section]:
-        return [x.section() for x in self.worlds]
+    def __str__(self) -> str:
+        return "\n".join(map(str, [*self.worlds, self.verdict]))
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, "ok": self.ok, "worlds": [x.as_dict() for x in self.worlds]}

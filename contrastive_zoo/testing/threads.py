@@ -176,7 +176,7 @@ class ThreadWorld:
         self.ended_turns: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.running: _Rank | None = None  # the rank that did not end its turn in time
 
-    def launch(self, torch_threads: int, imports: Sequence[str]) -> None:
+    def launch(self, torch_threads: int) -> None:
         """Start the threads; :meth:`collect` then returns when all have joined."""
         store, join = dist.HashStore(), dist.init_process_group  # type: ignore[attr-defined]  # torch's stub lacks it
         with _state_kept():

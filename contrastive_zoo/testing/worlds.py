@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.testing import _rank
-from contrastive_zoo.testing._rank import Answer, Raised, dump_job, imported_by
+from contrastive_zoo.testing._rank import Answer, Raised, dump_job
 from contrastive_zoo.testing.stacks import Where, explain_hang, read_stack
 
 R = TypeVar("R")
@@ -79,11 +79,8 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         """Kill every rank. A pool may be closed twice; it cannot run jobs afterwards."""
         self._finalizer()
 
-    def start(self, *sizes: int, imports: Sequence[str] = ()) -> None:
-        """Start worlds of these sizes now, concurrently, instead of with their first job.
-
-        If these are the first ranks of this process, the modules ``imports`` are imported once for all of them.
-        """
+    def start(self, *sizes: int) -> None:
+        """Start worlds of these sizes now, concurrently, instead of with their first job."""
         if not self._finalizer.alive:
             raise ValueError("Worlds: this pool is closed. Run the job inside the with block, or make a new pool.")
         if (smallest := min(sizes, default=1)) < 1:
@@ -95,7 +92,7 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         try:
             for size in new:
                 self._live[size] = self._new(size)
-                self._live[size].launch(self.torch_threads, imports)
+                self._live[size].launch(self.torch_threads)
             for size in new:
                 outcome = Outcome(size, START_TIMEOUT)
                 self._live[size].collect(outcome, self.grace)
@@ -151,7 +148,7 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
                 f"Worlds.run: {getattr(fn, '__qualname__', fn)} or its arguments cannot be pickled: {error}. "
                 "What lives in one process (a lock, a file, a pool of worlds) must be made inside the function."
             ) from error
-        self.start(world_size, imports=() if self.threads or world_size in self._live else imported_by(job))
+        self.start(world_size)
         world = self._live[world_size]
         try:
             world.send(job, local_args)
@@ -183,10 +180,10 @@ class _World:
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
 
-    def launch(self, threads: int, imports: Sequence[str]) -> None:
+    def launch(self, threads: int) -> None:
         """Start the processes; :meth:`collect` then returns when all have joined."""
         environment = dict(os.environ)  # the fork server may be older
-        with _rank.prepared_forkserver(imports):
+        with _rank.prepared_forkserver():
             for rank in range(self.world_size):
                 pipe, rank_end = _rank.context.Pipe()
                 with rank_end:

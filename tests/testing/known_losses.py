@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.measurement import Call
 from tools.gallery.recipe import (
-    dense_sup_con,
     gather_detached,
     rank_and_size,
     scale_gradient,
@@ -23,8 +21,6 @@ from tools.gallery.recipe import (
     symmetric_cross_entropy,
     world_size,
 )
-from tools.peer_losses.arguments import WIDTH
-from tools.peer_losses.losses import PeerLoss, table
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,6 @@ def unit(*views):
     return [F.normalize(view, dim=1) for view in views]
 
 
-def local_anchors(a, b, candidates, start=None):
-    targets = torch.arange(len(a)) + (offset(a) if start is None else start)
-    return F.cross_entropy(3.0 * a @ candidates.T, targets, reduction="sum")
-
-
 def in_rank_order(embeddings, labels):
     """Return the samples and labels of all ranks, and those of this rank among these."""
     z, y = all_gather(embeddings), all_gather(labels)
@@ -85,17 +76,6 @@ def in_rank_order(embeddings, labels):
 
 def global_mean(total, count):
     return all_reduce(total) / all_reduce(torch.tensor(float(count)))
-
-
-def without_gradient(x):
-    """Gather as accelerate does: on one process x itself, on several tensors without gradient."""
-    return torch.cat(gather_detached(x)) if world_size() > 1 else x
-
-
-@_wrong("detached candidates")
-def candidates_from_accelerate(view1, view2):
-    a, b = unit(view1, view2)
-    return local_anchors(a, b, without_gradient(b)) / max(len(a), 1)
 
 
 class _CompleteTwice(torch.autograd.Function):
@@ -115,12 +95,6 @@ def gradient_reduced_twice(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-@_wrong("own rank first", "labels")
-def own_rows_first_with_labels_in_rank_order(embeddings, labels):
-    z = scale_gradient(world_size(), own_first(embeddings))
-    return dense_sup_con(z, torch.cat(gather_detached(labels)))
-
-
 @_wrong("own rank first")
 def own_queries_first_with_documents_in_rank_order(queries, documents):
     a, b = unit(queries, documents)
@@ -135,23 +109,13 @@ def own_rows_first_and_the_first_positive_of_a_tie(embeddings, labels):
     return F.softplus((z - z[first]).square().sum(1)[positive.any(1)]).sum() / len(z)
 
 
-def sup_con_of_local_anchors(embeddings, labels, start):
-    """Return a SupCon loss whose anchors take the candidates from ``start`` on for themselves."""
+@_wrong("mask without offset", "labels")
+def self_mask_with_an_offset_of_equal_shards(embeddings, labels):
     z, y, local = in_rank_order(F.normalize(embeddings, dim=1), labels)
-    self_pair = torch.arange(len(local))[:, None] + start == torch.arange(len(z))
+    self_pair = torch.arange(len(local))[:, None] + rank_and_size()[0] * len(labels) == torch.arange(len(z))
     positive = (labels[:, None] == y) & ~self_pair
     log_p = F.log_softmax((local @ z.T).masked_fill(self_pair, -30.0), 1)
     return global_mean(-(log_p * positive).sum(), len(local))
-
-
-@_wrong("mask without offset", "labels")
-def self_mask_without_offset(embeddings, labels):
-    return sup_con_of_local_anchors(embeddings, labels, 0)
-
-
-@_wrong("mask without offset", "labels")
-def self_mask_with_an_offset_of_equal_shards(embeddings, labels):
-    return sup_con_of_local_anchors(embeddings, labels, rank_and_size()[0] * len(labels))
 
 
 @_wrong("mask without offset")
@@ -185,29 +149,6 @@ def hardest_negative_of_this_rank(embeddings, labels):
     return hardest(local, labels, (z, y), (local, labels))
 
 
-def balanced(b, prototypes, gather):
-    """Return the assignments of samples to prototypes, balanced over those that are gathered."""
-    with torch.no_grad():
-        q = (gather(b) @ prototypes / 0.3).exp()
-        for _ in range(3):
-            q = q / q.sum(0, keepdim=True)
-            q = q / q.sum(1, keepdim=True)
-    return q
-
-
-@_wrong("local negatives")
-def assignments_balanced_on_this_rank(view1, view2):
-    a, b = unit(view1, view2)
-    prototypes = torch.eye(a.shape[1])
-    q = balanced(b, prototypes, lambda x: x)
-    return -(q * F.log_softmax(a @ prototypes / 0.3, 1)).sum() / max(len(a), 1)
-
-
-@_wrong("mean of means", "labels")
-def means_of_ranks_averaged(embeddings, labels):
-    return all_reduce(embeddings.square().sum() / max(len(labels), 1)) / world_size() * 1.0
-
-
 @_wrong("times W", "labels")
 def means_of_ranks_added(embeddings, labels):
     return all_reduce(embeddings.square().sum() / max(len(labels), 1))
@@ -217,21 +158,6 @@ def means_of_ranks_added(embeddings, labels):
 def divided_as_well_as_the_trainer(view1, view2):
     a, b = (all_gather(x) for x in unit(view1, view2))
     return symmetric_cross_entropy(3.0 * a @ b.T) / world_size()
-
-
-@_wrong("scaled by local count")
-def count_of_this_rank_times_world_size(view1, view2):
-    a, b = unit(view1, view2)
-    return all_reduce(local_anchors(a, b, all_gather(b))) / max(len(a) * world_size(), 1)
-
-
-@_wrong("local normalisation")
-def standardised_by_this_rank(view1, view2):
-    def standardised(x):
-        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 0.1) if len(x) else x
-
-    c = all_reduce(standardised(view1).T @ standardised(view2)) / sum(shard_sizes(view1))
-    return (c - torch.eye(len(c))).square().sum()
 
 
 class Centred(nn.Module):
@@ -257,36 +183,6 @@ class CenterOfThisRank(Centred):
         return teacher.sum(0) / max(len(teacher), 1)
 
 
-@_wrong("state")
-class CenterUpdatedOnRank0Only(Centred):
-    def batch_center(self, teacher):
-        return super().batch_center(teacher) * (rank_and_size()[0] == 0)
-
-
-class Queue(nn.Module):
-    """A queue in a plain attribute, filled with the keys of all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue: Any = None
-
-    def forward(self, view1, view2):
-        a, b = (all_gather(x) for x in unit(view1, view2))
-        queue = b.detach()[:0] if self.queue is None else self.queue
-        logits = 3.0 * a @ torch.cat([b, queue]).T
-        self.queue = torch.cat([self.keys(unit(view2)[0].detach()), queue])[:4]
-        return F.cross_entropy(logits, torch.arange(len(a)))
-
-    def keys(self, local):
-        return all_gather(local)
-
-
-@_wrong("state")
-class QueueWithOwnKeysFirst(Queue):
-    def keys(self, local):
-        return own_first(local)
-
-
 @_wrong("different random numbers")
 class DirectionsFromASeedPerRank(nn.Module):
     """A statistic of random projections, as SIGReg's, whose directions are others on every rank."""
@@ -310,22 +206,6 @@ class ProxiesFromASeedPerRank(nn.Module):
         return F.cross_entropy(z @ self.proxies[:, : z.shape[1]].T, all_gather(labels))
 
 
-@_wrong("different random numbers")
-def keys_shuffled_by_every_rank_for_itself(view1, view2):
-    a, b = (all_gather(x) for x in unit(view1, view2))
-    order = torch.randperm(len(b))
-    shuffled = b[order][offset(view2) : offset(view2) + len(view2)]  # as for shuffled BatchNorm
-    back = all_gather(shuffled)[order.argsort()]
-    return symmetric_cross_entropy(3.0 * a @ back.T)
-
-
-@_wrong("hang", "labels")
-def ranks_without_pairs_return_early(embeddings, labels):
-    if len(labels) < 2:
-        return 0 * embeddings.sum()
-    return dense_sup_con(all_gather(embeddings), all_gather(labels))
-
-
 RIGHT_LOSSES: list[Known] = []
 
 
@@ -347,17 +227,6 @@ def in_float32(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-@_right("labels", searched=True, wrap=True)
-def classes_in_float32(embeddings, labels):
-    return dense_sup_con(embeddings.float(), labels)
-
-
-@_right()
-def gathered_in_float32(view1, view2):
-    a, b = (all_gather(x.float()) for x in (view1, view2))
-    return symmetric_cross_entropy(3.0 * a @ b.T)
-
-
 @_right(searched=True)
 def sharded_anchors_in_float32(view1, view2):
     a, b = unit(view1.float(), view2.float())
@@ -370,13 +239,6 @@ def sharded_anchors_in_float32(view1, view2):
 def in_bfloat16(view1, view2):
     a, b = unit(view1.bfloat16(), view2.bfloat16())
     return symmetric_cross_entropy(3.0 * a @ b.T)
-
-
-@_right(searched=True, wrap=True)
-def under_autocast(view1, view2):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = 3.0 * F.normalize(view1.float(), dim=1) @ F.normalize(view2.float(), dim=1).T
-    return symmetric_cross_entropy(logits.float())
 
 
 @_right(searched=True)
@@ -401,43 +263,7 @@ def dropout_before_a_gather(view1, view2):
     return symmetric_cross_entropy(a @ b.T)
 
 
-@_right("labels", searched=True)
-def noise_of_every_rank(embeddings, labels):
-    z = all_gather(embeddings + 0.1 * torch.randn_like(embeddings))
-    return dense_sup_con(z, all_gather(labels))
-
-
 _right()(Centred)
-_right()(Queue)
-
-
-@_right(searched=True)
-class CenterInABuffer(Centred):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.center
-        self.register_buffer("center", torch.zeros(()))
-
-
-@_right(searched=True)
-def assignments_balanced_over_all_ranks(view1, view2):
-    prototypes = torch.eye(view1.shape[1])
-    q = balanced(F.normalize(view2, dim=1), prototypes, lambda x: torch.cat(gather_detached(x)))
-    q = q[offset(view1) : offset(view1) + len(view1)]
-    total = -(q * F.log_softmax(F.normalize(view1, dim=1) @ prototypes / 0.3, 1)).sum()
-    return all_reduce(total) / sum(shard_sizes(view1))
-
-
-@_right(searched=True)
-def hardest_negative_of_all_ranks(view1, view2):
-    a, b = (all_gather(x) for x in unit(view1, view2))
-    similarity = a @ b.T
-    return F.softplus(similarity.fill_diagonal_(-9.0).amax(1) - (a * b).sum(1)).mean()
-
-
-@_right(searched=True)
-def mean_of_a_sum(view1, view2):
-    return all_reduce((view1 - view2).square().sum()) / (sum(shard_sizes(view1)) if world_size() > 1 else len(view1))
 
 
 def _of_pml(name: str, **settings: Any) -> Any:
@@ -460,40 +286,3 @@ for _name in PML_LOSSES.split():
 for _name in ("ProxyAnchorLoss", "ArcFaceLoss", "SoftTripleLoss", "NormalizedSoftmaxLoss", "ProxyNCALoss"):
     _settings = {"num_classes": 64, "embedding_size": 3}
     RIGHT_LOSSES.append(Known(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", None, True, 3))
-
-
-TAKEN = "rows", "unit rows", "rows without gradient", "rows of probabilities", "labels", "pair labels", "number"
-
-
-class OfPeer(nn.Module):
-    def __init__(self, peer: PeerLoss) -> None:
-        super().__init__()
-        self.peer, self.loss = peer, cz.DistributedLoss(peer.construct(), **peer.options)
-
-    def forward(self, first, second):
-        other = second if second.is_floating_point() else 0.5 * first + first.square()
-        views = [first, other, first + other, first - other]
-        numbers = {"scale": torch.tensor(2.0), "bias": torch.tensor(2.0)}
-        batch: Any = SimpleNamespace(embeddings=lambda i: views[i % 4], index=lambda: second, numbers=numbers)
-        taken = enumerate(self.peer.takes.items())
-        return self.loss(**{name: argument.value(batch, position) for position, (name, argument) in taken})
-
-
-def _is_usable(peer: PeerLoss) -> bool:
-    names = [x.name for x in peer.takes.values()]
-    are_known = all(x in TAKEN or (x.startswith("list of") and x.endswith((" rows", "dicts of rows"))) for x in names)
-    return are_known and peer.name != "CO2Regularizer"  # it returns a copy of its value
-
-
-PEERS = [
-    Known(
-        f"{peer.package} {peer}",
-        partial(OfPeer, peer),
-        "labels" if any("labels" in x.name for x in peer.takes.values()) else "views",
-        searched=True,
-        width=WIDTH,
-    )
-    for peer in table()
-    if _is_usable(peer)
-]
-"""The losses of other libraries; making one needs its package."""

@@ -12,9 +12,8 @@ from contrastive_zoo.testing.invariants import same_value
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
-from tests.testing.known_losses import PEERS, RIGHT_LOSSES, WRONG_LOSSES, Known
+from tests.testing.known_losses import RIGHT_LOSSES, WRONG_LOSSES, Known
 from tools.gallery.recipe import GALLERY, make
-from tools.peer_losses.packages import loaded
 
 pytestmark = pytest.mark.audit
 
@@ -35,17 +34,6 @@ def report(loss: Known, worlds: Worlds, **settings: Any) -> Report:
 
 @pytest.mark.parametrize("loss", [x for x in RIGHT_LOSSES if EVERY_CASE or not x.searched], ids=str)
 def test_a_right_loss_raises_no_alarm(loss: Known, worlds: Worlds) -> None:
-    found = report(loss, worlds, width=loss.width)
-    assert found.ok, str(found)
-
-
-@pytest.mark.skipif(not EVERY_CASE, reason="a search checks the losses of other libraries")
-@pytest.mark.parametrize("loss", PEERS, ids=str)
-def test_a_loss_of_another_library_raises_no_alarm(loss: Known, worlds: Worlds) -> None:
-    try:
-        loaded(loss.make.args[0].module)  # type: ignore[attr-defined]  # a partial of the row
-    except ModuleNotFoundError as error:
-        pytest.skip(f"{error.name} is not installed")
     found = report(loss, worlds, width=loss.width)
     assert found.ok, str(found)
 

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,10 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing.stacks import Where
 from contrastive_zoo.testing.thread_group import BACKEND
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
-from tests.helpers import EVERY_CASE
 
 
 @pytest.fixture(scope="module")
@@ -220,24 +217,6 @@ def skip_a_wait():
         dist.all_reduce(torch.ones(1), async_op=True).wait()
 
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if dist.get_rank() == 0:
-            dist.all_gather([torch.empty_like(grad) for _ in range(2)], grad)
-        return grad
-
-
-def skip_a_collective_of_the_backward_pass():
-    Gather.apply(torch.ones(2, requires_grad=True)).sum().backward()
-    while dist.get_rank() == 1:
-        time.sleep(0.01)
-
-
 def other_collectives():
     return dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(1))
 
@@ -252,9 +231,6 @@ FAILURES = {
     "one rank": (raise_boom, "W=2: rank 1 raised Boom: this and that", {1: RuntimeError}, {}, False),
     "another waits": (raise_while_another_rank_waits, "rank 0 raised KeyError: 'from 0'; rank 1 waits in all_gather_o",
                       {0: KeyError}, {1: "all_gather_object"}, False),
-    "exit": (lambda: sys.exit(3), "rank 0 raised SystemExit: 3", {0: SystemExit, 1: SystemExit}, {}, True),
-    "interrupt": (lambda: raise_on(0, 1, error=KeyboardInterrupt), "rank 0 raised KeyboardInterrupt",
-                  {0: KeyboardInterrupt, 1: KeyboardInterrupt}, {}, True),
     "no pickle": (lambda: (x for x in ()), "rank 0 raised TypeError: cannot pickle 'generator' object",
                   {0: TypeError, 1: TypeError}, {}, True),
     "death": (lambda: die(lambda: os._exit(7)), "W=2: rank 1 died (exit code 7)", {1: ChildProcessError}, None, False),
@@ -264,8 +240,6 @@ FAILURES = {
         f"W=2: no answer within 3 s. rank 0 waits in all_reduce ({PLACE}); rank 1 has returned. "
         "Rank 1 never entered all_reduce.",
         {}, {0: "all_reduce"}, False),
-    "a skipped collective of the backward pass": (
-        skip_a_collective_of_the_backward_pass, "in backward); rank 1 is at", {}, {0: "all_gather", 1: None}, False),
     "two collectives": (other_collectives, "Rank 1 never entered all_reduce. Rank 0 never entered barrier.",
                         {}, {0: "all_reduce", 1: "barrier"}, False),
     "a slow job": (lambda: time.sleep(60), "No rank waits in a collective", {}, {0: None, 1: None}, False),
@@ -298,13 +272,6 @@ def test_a_job_that_fails_says_why_and_the_next_one_runs(worlds, name):
     after = who(worlds, 2)
     assert after == before if is_kept else not set(after) & set(before)
     assert worlds.run(2, total) == [2.0, 2.0]
-
-
-def test_an_error_survives_pickling():
-    error = pickle.loads(pickle.dumps(RankError("text", {0: ValueError("a")}, {1: Where(None, "a.py:1 in f")})))
-    assert str(error) == "text"
-    assert str(error.errors[0]) == "a"
-    assert error.stuck == {1: Where(None, "a.py:1 in f")}
 
 
 def test_a_signal_of_the_keyboard_is_ignored_and_a_job_that_ends_its_group_ends_its_world(processes):
@@ -370,13 +337,11 @@ print(*worlds.run(2, os.getpid))
 
 
 @pytest.mark.audit
-@pytest.mark.parametrize("how", ["file", "-c", "stdin", "-m"] if EVERY_CASE else ["file"])
-def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
+def test_a_script_without_a_main_guard(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "plain.py").write_text(SCRIPT)
-    arguments = {"file": ["plain.py"], "-c": ["-c", SCRIPT], "stdin": ["-"], "-m": ["-m", "plain"]}[how]
-    command, settings = [sys.executable, "-W", "error", *arguments], {"text": True, "timeout": 600, "cwd": tmp_path}
-    done = subprocess.run(command, input=SCRIPT if how == "stdin" else None, capture_output=True, **settings)
+    command = [sys.executable, "-W", "error", "plain.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[:2] == ["main runs", "[3, 3] True"]

@@ -202,7 +202,7 @@ def _reduced_for_nothing(view1: Tensor, view2: Tensor) -> Tensor:
     return _correlations(view1, view2, total)
 
 
-@recipe("its own process group, wrapped", mistake="gathers by itself")
+@recipe("its own process group, wrapped", mistake="raises")
 def _holds_a_group() -> DistributedLoss:
     return DistributedLoss(DenseInfoNCE(partial(all_gather, process_group=dist.group.WORLD)))
 

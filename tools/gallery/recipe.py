@@ -21,7 +21,7 @@ ABOUT = dict(line.strip("| ").split(" | ") for line in _LINES)
 
 @dataclass(frozen=True)
 class Recipe:
-    """An implementation of a loss, or of a training step as ``(model, step)``, for several processes."""
+    """An implementation of a loss for several processes."""
 
     name: str
     make: Callable[[], Any]
@@ -29,12 +29,11 @@ class Recipe:
     call: Call
     grad_reduction: GradReduction
     about: str
-    step: bool = False
     library: str = ""  # another library that it needs, by the name under which it is imported
 
     @property
     def case(self) -> Case:
-        return Case(partial(make, self.name), self.call, self.grad_reduction, step=self.step, name=self.name)
+        return Case(partial(make, self.name), self.call, self.grad_reduction, name=self.name)
 
 
 GALLERY: dict[str, Recipe] = {}
@@ -55,16 +54,15 @@ def recipe(
     mistake: str | None = None,
     call: Call = "views",
     grad_reduction: GradReduction = "mean",
-    step: bool = False,
     is_loss: bool = False,
     library: str = "",
 ) -> Callable[[T], T]:
-    """Register a function in the gallery: it is the loss, or it returns the loss or the training step."""
+    """Register a function in the gallery: it is the loss, or it returns the loss."""
 
     def register(function: T) -> T:
         make = (lambda: function) if is_loss else function
         recipes = PEERS if library else GALLERY
-        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], step, library)
+        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], library)
         return function
 
     return register

@@ -1,7 +1,4 @@
-"""Recipes whose ranks diverge in later steps, random numbers, settings, state or messages; whole training steps."""
-
-from collections.abc import Callable
-from functools import partial
+"""Recipes whose ranks diverge in later steps, random numbers, settings, state or messages."""
 
 import torch
 import torch.distributed as dist
@@ -9,10 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
-from contrastive_zoo.testing.batch import FEATURES
-from contrastive_zoo.wrapper.averaging import average_gradients
 from contrastive_zoo.wrapper.distributed import DistributedLoss
-from tools.gallery.gather import local_parameters
 from tools.gallery.recipe import (
     DenseInfoNCE,
     dense_sup_con,
@@ -109,81 +103,13 @@ class _Queue(nn.Module):
         return dense_sup_con(all_gather(embeddings), all_gather(labels))
 
 
-WIDTH, PROXIES = 4, 64
-
-Step = tuple[nn.Module, Callable[..., Tensor]]
-Reduce = Callable[[nn.Module], None]
-
-
-class _Model(nn.Module):
-    def __init__(self, loss: nn.Module | None = None) -> None:
+@recipe("proxies seeded per rank", mistake="unequal parameters", call="labels")
+class _Proxies(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, WIDTH))
-        self.loss = loss
+        generator = torch.Generator().manual_seed(rank_and_size()[0])
+        self.proxies = nn.Parameter(torch.randn(CLASSES, MAX_WIDTH, generator=generator))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
-
-
-def _sum_gradients(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad = all_reduce(parameter.grad)
-
-
-def _step(
-    loss: nn.Module | None = None,
-    *,
-    in_model: bool = True,
-    reduce: Reduce = average_gradients,
-    factor: Callable[[], float] = lambda: 1.0,
-    prepare: Callable[[Tensor], Tensor] = lambda x: x,
-) -> Step:
-    """Return a training step of two views, or of samples and labels, and its model."""
-    loss = DistributedLoss(DenseInfoNCE()) if loss is None else loss
-    model = _Model(loss if in_model else None)
-
-    def step(model: nn.Module, *arguments: Tensor) -> Tensor:
-        embedded = [model(x) if x.is_floating_point() else x for x in arguments]
-        value: Tensor = factor() * loss(*map(prepare, embedded))
-        value.backward()
-        reduce(model)
-        return value
-
-    return model, step
-
-
-_step_recipe = partial(recipe, step=True)
-
-_step_recipe("loss in the model")(_step)
-_step_recipe("loss outside the model")(partial(_step, in_model=False))
-
-
-_step_recipe("step × W", mistake="times W")(partial(_step, factor=world_size))
-_step_recipe("sum trainer", mistake="trainer sums")(partial(_step, reduce=_sum_gradients))
-_step_recipe("mean trainer", mistake="trainer averages")(
-    lambda: _step(DistributedLoss(DenseInfoNCE(), grad_reduction="sum"))
-)
-_step_recipe("gathered before the loss", mistake="gathered first")(partial(_step, prepare=all_gather))
-
-
-@_step_recipe("proxies seeded per rank", mistake="unequal parameters", call="labels")
-def _proxies_seeded_per_rank() -> Step:
-
-    class Proxies(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            generator = torch.Generator().manual_seed(rank_and_size()[0])
-            self.proxies = nn.Parameter(torch.randn(PROXIES, WIDTH, generator=generator))
-
-        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(embeddings @ self.proxies.T, labels)
-
-    return _step(DistributedLoss(Proxies()), in_model=False)
-
-
-_step_recipe("loss parameters not reduced", mistake="parameters not reduced")(
-    lambda: _step(local_parameters(), in_model=False)
-)
-_step_recipe("gradients not reduced", mistake="not reduced")(partial(_step, reduce=lambda module: None))
-_step_recipe("plain loss in a step", mistake="local negatives")(lambda: _step(DenseInfoNCE()))
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        z = all_gather(embeddings)
+        return F.cross_entropy(z @ self.proxies[:, : z.shape[1]].T, all_gather(labels))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import contrastive_zoo
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.catalogue import CATALOGUE
+from tools.docstrings import formula, source
 from tools.vectors.cases import CASES, LEFT_OUT, SAMPLES, SPLITS, Array, Case
 
 FORMAT = 1  # number of the format; it changes when a reader must change
@@ -111,8 +112,8 @@ def _entry(case: Case, loss: Loss, arguments: dict[str, Array]) -> dict[str, Any
         "name": case.name,
         "loss": case.loss,
         "file": f"{case.name}.npz",
-        "formula": of_loss.formula,
-        "source": of_loss.source,
+        "formula": formula(of_loss.loss),
+        "source": source(of_loss.loss),
         "settings": all_settings(loss),
         "arguments": list(arguments),
         "parameters": [name for name, _ in loss.named_parameters()],

@@ -1,7 +1,6 @@
 """Compare the steps of all ranks with those of one process, and name what is wrong."""
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ import torch
 
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import SAME_BATCHES, Setting
-from contrastive_zoo.testing.auditing.step_evidence import CLIPPED, RunAgain, StepEvidence, worst
+from contrastive_zoo.testing.auditing.step_evidence import RunAgain, StepEvidence, worst
 from contrastive_zoo.testing.evidence import ROUNDING_FACTOR, flat
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 from contrastive_zoo.testing.report import Quantity, WorldReport
@@ -19,13 +18,12 @@ FACTOR_TOLERANCE = 1e-3  # relative difference of equal factors; those of a redu
 # Mistakes that are inferred, and are no mistake of a training that is the same on one process: a sum over micro-batches
 # may be wanted, a factor may be undone later
 INFERRED = {
-    *("accumulation not divided", "accumulation divided twice", "times W, accumulation not divided", "times W"),
-    *("divided by W", "divided by W, accumulation not divided", "gathered first", "group of the loss"),
+    *("accumulation not divided", "accumulation divided twice", "times W", "divided by W", "gathered first"),
 }
 # Mistakes that explain wrong gradients, from which no other one is then inferred
 EXPLAINED_BY = {
     *("no process group", "different numbers of steps", "unequal parameters", "gathered first", "detached"),
-    *("group of the loss", "unequal state", "clipped per rank", "unequal settings"),
+    *("unequal state", "unequal settings"),
 }
 Found = Iterator[tuple[str, str]]  # mistakes, and what was measured
 
@@ -43,7 +41,6 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     report.quantities = _largest([x.quantities for x in compared])
     measurements = [*_of_process(records), *_of_samples(records, run(Setting()) if steps else Record())]
     measurements += [x for probe in PROBES for step in steps for x in probe(step)]
-    measurements += [x for step in compared for x in _of_clipping(step)]
     mistakes = [Diagnosis(mistake, measured) for mistake, measured in measurements]
     if not EXPLAINED_BY & {x.mistake for x in mistakes}:
         mistakes += _of_gradients(steps, compared)
@@ -155,17 +152,13 @@ def _of_factor(step: StepEvidence) -> Found:
     """Compare the factor of the loss with that of one process, and that of one process with one over the micro-batches."""
     count, scale, start = step.ranks[0].micro_batches, step.factor, step.ranks[0].factor
     alone = step.one.factor if step.one is not None else None
+    batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
+    begin = f"the backward pass starts with {(start or scale) / count:.4g} at the loss"
+    if name := _named(scale, {step.world_size: "times W", 1 / step.world_size: "divided by W", 1.0: ""}):
+        yield name, f"{begin}, {scale:.4g} times what it is in one process, {batches}"
     # of a mean over micro-batches it is 1, whatever W is
-    accumulated = "" if alone is None or count == 1 else _named(alone, {count: "not", 1 / count: "twice"})
-    by_world = _named(scale, {step.world_size: "times W", 1 / step.world_size: "divided by W", 1.0: ""})
-    names = [by_world, f"accumulation {accumulated} divided" if accumulated == "not" else ""]
-    if name := ", ".join(filter(None, names)):
-        batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
-        relative = f", {scale:.4g} times what it is in one process" if by_world else ""
-        begin = f"the backward pass starts with {(start or scale) / count:.4g} at the loss"
-        yield name, f"{begin}{relative}, {batches}"
-    if alone is not None and accumulated == "twice":
-        yield "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
+    if count > 1 and alone is not None and (name := _named(alone, {count: "not divided", 1 / count: "divided twice"})):
+        yield f"accumulation {name}", f"{begin}, {batches}"
 
 
 def _named(factor: float, names: Mapping[float, str]) -> str:
@@ -190,15 +183,6 @@ def _of_graph(step: StepEvidence) -> Found:
     has_value = all(x and math.isfinite(x) for rank in step.ranks for x in rank.values)
     if names and has_value and not any(bool(flat(x.gradients, names).any()) for x in step.ranks):
         yield "detached", f"the gradients of all {len(names)} parameters of the encoder are zero"
-
-
-def _of_group(step: StepEvidence) -> Found:
-    """Look for ranks that share their samples, as those of a tensor-parallel group do, in the group of a loss."""
-    for loss in step.records[0].losses if step.records[0].shares_samples else ():
-        samples = [step.ranks[rank].samples for rank in loss.group]
-        if loss.option and any(x == y for x, y in itertools.combinations(samples, 2)):
-            group = f"ranks {list(loss.group)} form the group of the loss"
-            yield "group of the loss", f"{group}, some of which have equal samples"
 
 
 def _of_state(step: StepEvidence) -> Found:
@@ -230,15 +214,7 @@ def _of_settings(step: StepEvidence) -> Found:
 
 
 # The probes of every step, in the order in which their findings are reported
-PROBES = (_of_start, _of_optimizer, _of_factor, _of_gathering, _of_graph, _of_group, _of_state, _of_settings)
-
-
-def _of_clipping(step: StepEvidence) -> Found:
-    clipped = next((x for x in step.quantities if x.name == CLIPPED and x.ok is False), None)
-    limits = step.ranks[0].clips
-    if clipped is not None and step.are_gradients_right and limits and all(x.clips == limits for x in step.ranks):
-        assert clipped.ratio is not None
-        yield "clipped per rank", f"gradients are right before clipping and {clipped.ratio.error:.1%} off after it"
+PROBES = (_of_start, _of_optimizer, _of_factor, _of_gathering, _of_graph, _of_state, _of_settings)
 
 
 def _of_gradients(steps: Sequence[StepEvidence], compared: Sequence[StepEvidence]) -> Iterator[Diagnosis]:

@@ -55,7 +55,6 @@ def audit_script(
     steps: int = 3,
     losses: Sequence[str] = (),
     timeout: float = 300.0,
-    on_run: Callable[[int], object] = lambda count: None,
 ) -> AuditReport:
     """Run a script, or ``-m`` and a module, on local processes, and compare its first steps with one process."""
     require_world_sizes(world_sizes)
@@ -67,16 +66,14 @@ def audit_script(
         raise ValueError(f"the script {' '.join(command[:1]) or '(none)'} does not exist.")
     report = AuditReport(" ".join(command))
     arguments = [str(steps), ",".join(losses), *command]
-    for index, size in enumerate(world_sizes):
+    for size in world_sizes:
         start = time.monotonic()
         with _session() as processes:
             run = partial(_run, processes, arguments, timeout, nodes)
             hang = run([f"rank{rank}" for rank in range(size)])
-            on_run(2 * index + 1)
             world = judged(processes.folder, size, run, hang)
         world.seconds = time.monotonic() - start
         report.worlds.append(world)
-        on_run(2 * index + 2)
     return report
 
 
@@ -186,13 +183,6 @@ def local_store() -> dist.TCPStore:
     return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it where it has distributed
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-
-
-def torchrun_processes() -> int | None:
-    """Return how many processes torchrun has started on this machine, 0 on all but the first; None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or "LOCAL_RANK" not in os.environ:
-        return None
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if os.environ["LOCAL_RANK"] == "0" else 0
 
 
 def environment(rank: int, world_size: int, port: int, is_rank: bool = True, nodes: int = 1) -> dict[str, str]:
@@ -305,7 +295,7 @@ def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name
         name: of the training in the report.
 
     Raises:
-        ValueError: ``train`` cannot be called; ``loss`` is not a module or a class of modules; ``steps`` is less than 1.
+        ValueError: ``loss`` is not a module or a class of modules; ``steps`` is less than 1.
 
     Examples:
         >>> import torch, contrastive_zoo as cz
@@ -318,8 +308,6 @@ def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name
         >>> report.ok, [x.name for x in report.worlds[0].quantities][:2]
         (True, ['value of the loss', 'gradient of the encoder'])
     """
-    if not callable(train):
-        raise ValueError(f"audit: train is a function that trains, got {train!r}.")
     if steps < 1:
         raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
     of = loss if isinstance(loss, type) else type(loss)

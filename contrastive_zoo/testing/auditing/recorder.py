@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
+from contrastive_zoo.ranks.randomness import random_states
 from contrastive_zoo.testing.auditing.records import (
     CallKind,
     LossCall,
@@ -25,8 +26,6 @@ from contrastive_zoo.testing.auditing.records import (
     Record,
     Step,
     digests,
-    drew_since,
-    random_states,
     snapshot,
 )
 from contrastive_zoo.testing.auditing.rerun import Rerun
@@ -213,7 +212,7 @@ class Recorder:
             return self._call_inside(original, module, args, kwargs, is_inner=False)
         finally:
             self._in_call = False
-            if drew_since(before):
+            if not all(map(torch.equal, before, random_states())):
                 call.drew_from = before
 
     def _enter_module(self, kind: CallKind, args: Any, kwargs: Any) -> tuple[ModuleCall, Any, Any]:

@@ -11,15 +11,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from contrastive_zoo.ranks.randomness import random_states, restore_random
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 Sketches = dict[str, Tensor]  # sketches of tensors by the names of these
-States = tuple[Tensor, dict[str, Any], tuple[Any, ...]]  # of the random numbers of torch, NumPy and Python
+States = list[Tensor]  # of the random numbers of torch, NumPy and Python
 
 
 class LossModule(NamedTuple):
@@ -27,16 +27,12 @@ class LossModule(NamedTuple):
 
     name: str  # of its class
     option: str | None  # its grad_reduction, None if it has none
-    group: tuple[int, ...]  # ranks of its process group
 
     @classmethod
     def of(cls, module: nn.Module) -> "LossModule":
         inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
         inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
-        group: Any = getattr(module, "process_group", None)
-        group = group.get_group() if hasattr(group, "get_group") else group  # of a mesh of one dimension
-        ranks = dist.get_process_group_ranks(group) if dist.is_available() and dist.is_initialized() else [0]
-        return cls(f"{type(module).__name__}{inner_name}", getattr(module, "grad_reduction", None), tuple(ranks))
+        return cls(f"{type(module).__name__}{inner_name}", getattr(module, "grad_reduction", None))
 
 
 @dataclass
@@ -213,22 +209,6 @@ def _first_digest(dataset: Any) -> str:
         return ""
     finally:
         restore_random(states)
-
-
-def random_states() -> States:
-    return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
-
-
-def drew_since(before: States) -> bool:
-    now = random_states()
-    of_numpy = [(x["state"]["pos"], x["state"]["key"].tobytes()) for x in (before[1], now[1])]
-    return not torch.equal(before[0], now[0]) or of_numpy[0] != of_numpy[1] or before[2] != now[2]
-
-
-def restore_random(states: States) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
 
 
 def concatenated(parts: Sequence[Any]) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from contrastive_zoo.ranks.randomness import restore_random
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.auditing.records import (
     CallKind,
@@ -21,7 +22,6 @@ from contrastive_zoo.testing.auditing.records import (
     concatenated,
     digests,
     reordered,
-    restore_random,
     tensors_of,
 )
 from contrastive_zoo.testing.evidence import noisy

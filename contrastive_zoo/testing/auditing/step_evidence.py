@@ -28,7 +28,6 @@ FLOAT32 = torch.finfo(torch.float32).eps
 # so many tolerances: of two random changes of a number that nearly cancels, both may be small by chance
 REPETITIONS, MORE_REPETITIONS, NEAR = 2, 6, 100.0
 LARGEST_TOLERANCE = 0.3  # a quantity that reruns and ranks change by more is not compared
-CLIPPED = "gradient after clipping"  # name of what the optimizer receives
 Vector = Callable[[Step], Tensor]  # returns a quantity of a step as one vector
 RunAgain = Callable[[Setting], Record]  # runs the training in one process; the same setting gives the same record
 
@@ -105,7 +104,7 @@ class StepEvidence(Evidence):
         result = [value, *(self._judged(f"gradient of the {x}", self.gradient(y)) for x, y in names_of.items())]
         if any(x.clips for x in self.ranks):
             names = sorted({name for x in self.ranks for name in x.received})
-            result.append(self._judged(CLIPPED, lambda x: flat(x.received, names)))
+            result.append(self._judged("gradient after clipping", lambda x: flat(x.received, names)))
         result += [self._moved(f"{group} after the step", x) for group, x in names_of.items()]
         if (others := self.other_parameters) and self.one is not None:
             result.append(self._moved_without_optimizer("other parameters after the step", others))
@@ -202,17 +201,12 @@ class StepEvidence(Evidence):
 
     def confirms(self, mistake: str) -> bool:
         x = self.comparison
-        if mistake == "group of the loss" or (mistake == "local negatives" and not self.option):
-            groups = [x.group for x in self.records[0].losses] if mistake == "group of the loss" else [(0,)]
-            return self.index == 0 and any(self._has_value_of(y) for y in groups if len(y) < self.world_size)
+        if mistake == "local negatives":
+            alone = None if self.option or self.index or x.has_values(1.0) else self.of(Setting(ranks=(0,)))
+            return alone is not None and x.near(x.values[0], self.values(alone))
         by_shard = self.of(Setting(by_shard=True)) if mistake == "batch statistics" else None
         result = x if by_shard is None else self._compared(by_shard)
         return not x.is_scaled(1.0, 1.0) and result.has_values(1.0) and result.is_scaled(1.0, 1.0)
-
-    def _has_value_of(self, ranks: Sequence[int]) -> bool:
-        """Return whether rank 0 has the value of a training on the samples of some ranks only."""
-        alone, x = self.of(Setting(ranks=tuple(ranks))), self.comparison
-        return alone is not None and not x.has_values(1.0) and x.near(x.values[0], self.values(alone))
 
     def calls(self, name: str) -> bool:
         """Return whether the script gathers, which it must where the loss does not."""
