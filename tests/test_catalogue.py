@@ -37,7 +37,7 @@ def test_every_loss_has_a_row() -> None:
         assert entry.engine
 
 
-BASES = {"MemoryLoss", "LateInteractionLoss"}
+BASES = {"LateInteractionLoss"}
 """Classes of the folder of losses that only others extend."""
 
 

@@ -21,9 +21,7 @@ from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
 from tests.zoo import BatchHard
 from tools.vectors.cases import LABELLED, VIEWS, WIDTH
 
-STATEFUL = {
-    name: OWN_LOSSES[name] for name in ("dino", "tico", "sigreg", "lejepa", "dynamic-soft-margin", "nnclr", "ressl")
-} | MEMORIES
+STATEFUL = {name: OWN_LOSSES[name] for name in ("dino", "tico", "sigreg", "lejepa", "nnclr")} | MEMORIES
 
 
 class References(nn.Module):

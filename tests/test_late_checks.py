@@ -41,13 +41,12 @@ WEIGHTS = torch.ones(N, 2, dtype=torch.float64)
 
 
 def sum_with_a_state() -> nn.Module:
-    return cz.WeightedSum([cz.CrossBatchMemory(cz.SupCon(), 20, D), cz.P2SGrad(C, D)])
+    return cz.WeightedSum([cz.CrossBatchMemory(cz.SupCon(), 20, D), cz.ProxyAnchor(C, D)])
 
 
 CASES = {
     "ArcFace": Case(lambda: cz.ArcFace(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5"),
     "sharded": Case(lambda: cz.ArcFace(C, D, shard_over=cz.World.of()), [Z[0], LABELS], BELOW, CLASSES + "-1"),
-    "P2SGrad": Case(lambda: cz.P2SGrad(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),
     "ProxyAnchor": Case(lambda: cz.ProxyAnchor(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),
     "LargeMarginSoftmax": Case(lambda: cz.LargeMarginSoftmax(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),
     "Margin": Case(lambda: cz.Margin(num_classes=C), [Z[0], LABELS], BEYOND, "labels are 0 … 4, got 0 … 5.", True),

@@ -21,10 +21,8 @@ from tests.helpers import EVERY_CASE, assert_says, close, common_error, numbers
 from tests.random_steps.losses import LOSSES, D, global_rows
 
 CASES = [name for name, loss in LOSSES.items() if loss.remembers and not loss.user_code]
-STATE_OF_CALLS = {"DynamicSoftMargin"}
-"""Its differences are those of the hardest of a call; all others' states move as by one batch of all samples."""
-VALUE_OF_ONE_BATCH = {"DINO", "DINO, three views", "ReSSL", "MoCo", "MoCo's own"}
-"""And so do values where samples of a batch are not compared with each other."""
+VALUE_OF_ONE_BATCH = {"DINO", "DINO, three views", "MoCo", "MoCo's own"}
+"""Losses whose value is that of one batch, too, as samples of a batch are not compared with each other."""
 
 Batch = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -67,9 +65,8 @@ def check(name: str, sizes: Sequence[int]) -> None:
     of_all = [x.requires_grad_(x.is_floating_point()) for x in of_all]
     masks = {key: torch.cat([masks[key] for _, masks in batches]) for key in batches[0][1]}
     value, gradients = called(whole, (of_all, masks))
-    if name not in STATE_OF_CALLS:
-        for x, y in zip(several.buffers(), whole.buffers(), strict=True):
-            close(x, y)
+    for x, y in zip(several.buffers(), whole.buffers(), strict=True):
+        close(x, y)
     if name in VALUE_OF_ONE_BATCH:
         shares = [n / sum(sizes) for n in sizes]
         close(torch.stack([share * x for share, (x, _) in zip(shares, calls, strict=True)]).sum(), value)
@@ -100,9 +97,9 @@ def also_if_repeated(self: state.OpenStep, module: Stateful, found: Any) -> None
 MUTANTS = {"at every call": (Stateful, "record", at_every_call), "again": (state.OpenStep, "add", also_if_repeated)}
 
 
-CAUGHT = [(name, "at every call") for name in CASES if name not in STATE_OF_CALLS and "small" not in name]
+CAUGHT = [(name, "at every call") for name in CASES if "small" not in name]
 # a mean over the same samples twice is the mean, and a small memory holds the last samples only
-CAUGHT += [(name, "again") for name in ("NNCLR", "ReSSL", "MoCo", "memory of SupCon", "memory of a third-party loss")]
+CAUGHT += [(name, "again") for name in ("NNCLR", "MoCo", "memory of SupCon", "memory of a third-party loss")]
 
 
 @pytest.mark.parametrize(("name", "mutant"), CAUGHT)

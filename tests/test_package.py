@@ -24,7 +24,7 @@ NAME = PACKAGE.name
 ROOMS = ["ranks", "engine", "loss_base", "losses", "wrapper", "metrics", "data", "adapters", "testing"]
 """Folders of the package; each imports only from those before it."""
 
-MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_queue"}
+MEMORIES = {"losses.cross_batch_memory", "losses.nnclr", "losses.memory_queue"}
 """Modules of losses that keep what all ranks have sent: more than a formula."""
 
 OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check", "cli", "console", "loss_evidence"))

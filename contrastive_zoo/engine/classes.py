@@ -36,14 +36,13 @@ def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
 class ClassPairs:
     """Similarities z_i·w_j of embeddings to the weight vectors of all classes; ``labels`` of the batch are their classes.
 
-    The batch has a split of ``class weights`` where each rank holds only some. Tensors of ``names`` have the same labels.
+    The batch has a split of ``class weights`` where each rank holds only some.
     """
 
     batch: Batch
     weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"]
     normalize: bool = True
     normalize_weights: bool = True
-    names: tuple[str, ...] = ("embeddings",)
 
     def cross_entropies(
         self,
@@ -69,9 +68,9 @@ class ClassPairs:
         batch, z, classes = self.batch, self.embeddings, self.class_shards
         if classes is None:
             return self._over_blocks(on_block, z, self.targets, batch.shared(self.centers), scale, by_class=False)
-        shards = batch.samples.times(len(self.names))
+        shards = batch.samples
         gathered = all_gather(z, shards=shards, process_group=batch.world)
-        targets = batch.gather_detached(self.targets, shards) - classes.start
+        targets = batch.gather_detached(self.targets) - classes.start
         target, negatives = self._over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
         target = batch.sum(target, gradient="partial")
         negatives = batch.log_sum_exp(negatives, gradient="partial")
@@ -122,13 +121,11 @@ class ClassPairs:
     @cached_property
     def embeddings(self) -> Float[Tensor, "n d"]:
         """The local embeddings, prepared for matmuls."""
-        first, *others = (self.batch.rows[name] for name in self.names)
-        rows = self.batch.concatenated([first, *others]) if others else first
-        return self.batch.prepared(rows, normalize=self.normalize)
+        return self.batch.prepared(self.batch.first, normalize=self.normalize)
 
     @cached_property
     def targets(self) -> Int[Tensor, " n"]:
-        labels = self.batch.int64(self.batch.rows["labels"]).repeat(len(self.names))
+        labels = self.batch.int64(self.batch.rows["labels"])
         return safe_index(labels, len(self.weights) if self.class_shards is None else self.class_shards.total)
 
     @cached_property

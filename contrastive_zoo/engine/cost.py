@@ -5,7 +5,7 @@ depend on values are not counted, such as those of a sweep that runs again becau
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
 from contrastive_zoo.engine.plan import Plan, Situation
@@ -143,24 +143,24 @@ class Summed(NamedTuple):
 
     bytes: int
     partial: bool = False
-    each: Literal["", "class", "sample"] = ""  # of what there are so many bytes for each
-    more: int = 0  # bytes besides
+    by_class: bool = False  # whether there are so many bytes for each class
 
     def note(self, to: Ledger) -> None:
-        first = next(iter(to.rows.values()))
-        samples, on_cpu = (
-            first.shards.total,
-            to.situation.on_cpu,
-        )  # elsewhere the number of classes would have to be read
-        classes = to.classes or max(1, samples // 2) if on_cpu else samples * max(1, first.embeddings)
-        if self.each == "class" and on_cpu and to.ranks > 1:
-            of = "as these labels have, on every rank the same" if to.classes else "of two samples each"
-            to.assumed[f"{classes:,} classes, {of}"] = None
-        size = self.more + self.bytes * {"class": classes, "sample": samples, "": 1}[self.each]
+        size = self.bytes * (self._classes(to) if self.by_class else 1)
         to.sum("sum", size)
         to.hold(forward=2 * size)
         if self.partial:
             to.sum("sum of gradients", size, backward=True)
+
+    def _classes(self, to: Ledger) -> int:
+        first = next(iter(to.rows.values()))
+        if not to.situation.on_cpu:  # their number would have to be read
+            return first.shards.total * max(1, first.embeddings)
+        classes = to.classes or max(1, first.shards.total // 2)
+        if to.ranks > 1:
+            of = "as these labels have, on every rank the same" if to.classes else "of two samples each"
+            to.assumed[f"{classes:,} classes, {of}"] = None
+        return classes
 
 
 class Shared(NamedTuple):

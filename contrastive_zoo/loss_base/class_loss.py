@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch, is_embedding
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
 from contrastive_zoo.engine.cost import Classes, Entry, Shared
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
@@ -63,15 +63,12 @@ class ClassLoss(LabelledLoss, engine="classes"):
         return "each rank holds the weights of its own classes" if self.sharded else super().split_reason()
 
     def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
-        return self.with_weights(labels, embeddings=embeddings)
-
-    def with_weights(self, labels: Tensor | None, **rows: Tensor) -> Inputs:
         """Return the inputs of a call, and what ranks must know of the weights."""
-        weights, (embeddings, *_) = self.weights, rows.values()
+        weights = self.weights
         problem = NO_LABELS if labels is None else self._weights_problem(embeddings)
         if problem is not None or labels is None:
             return Inputs({}, problem)
-        rows["labels"] = labels
+        rows = {"embeddings": embeddings, "labels": labels}
         classes = self.num_classes if self.sharded else len(weights)
 
         def labels_problem(least: int, most: int) -> str:
@@ -95,9 +92,8 @@ class ClassLoss(LabelledLoss, engine="classes"):
         return state_problem("weights", weights, embeddings)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        embeddings = [name for name, x in stated.inputs.rows.items() if is_embedding(x)]
         numbers, centers = self.weights.numel(), self.weights.shape[:-1].numel()
-        return [*super().entries(stated), Shared(numbers * stated.wide), Classes(embeddings, centers)]
+        return [*super().entries(stated), Shared(numbers * stated.wide), Classes(["embeddings"], centers)]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         """Return similarities to the weights.

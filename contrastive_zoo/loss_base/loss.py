@@ -100,10 +100,10 @@ class CallInputs:
         """Return the message of a number for each feature."""
         return Summed(self.width * self.wide, partial)
 
-    def products(self, *, partial: bool = False) -> list[Entry]:
+    def products(self) -> list[Entry]:
         """Return what the sum of the products of all pairs of features takes."""
         first, numbers = next(iter(self.inputs.rows)), self.width**2
-        return [Summed(numbers * self.wide, partial), Local([first], 6 * numbers), Local(bytes=2 * numbers * self.wide)]
+        return [Summed(numbers * self.wide), Local([first], 6 * numbers), Local(bytes=2 * numbers * self.wide)]
 
     def held(self, copies: float) -> Local:
         """Return the memory of so many copies of all embeddings."""

@@ -5,15 +5,14 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Classes, Entry, Local, Shared, Summed
+from contrastive_zoo.engine.cost import Entry, Local, Shared, Summed
 from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
 from contrastive_zoo.loss_base.class_loss import ClassLoss, ShardableClassLoss
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs
+from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Reduction, Size, Temperature
 
 
@@ -303,48 +302,6 @@ def _psi(cosine: Tensor, margin: int) -> Tensor:
     return (1 - 2 * (k % 2)) * multiple - 2 * k
 
 
-class Instance(ShardableClassLoss):
-    r"""Compute the cross-entropies of a sample's index in the training set, given its embedding in either modality.
-
-    With x_i and y_i the embeddings of sample i, w_j the weights of sample j of the training set, and c_i the index,
-
-        loss_i = log Σ_j exp(x_i·w_j / t)  −  x_i·w_{c_i} / t  +  log Σ_j exp(y_i·w_j / t)  −  y_i·w_{c_i} / t
-
-    Called as ``loss(x, y, labels)``, embeddings in either modality, [n, d], and c, [n], 0 … C − 1: indices of the samples in
-    the training set, or of groups of samples. :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-
-    Args:
-        num_classes: the number of classes, C.
-        embedding_size: the width of embeddings, d.
-        temperature: t > 0; a tensor or module is learnable.
-        normalize: whether embeddings and weights are normalised to unit length first; the paper does not.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-        sub_centers: weight vectors for each class, of which the nearest counts.
-        shard_over: the ranks that share the classes; None keeps all weights on each.
-
-    Examples:
-        >>> loss = Instance(2, 2)
-        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
-        >>> loss(torch.eye(2), torch.eye(2), torch.arange(2)).detach()   # twice log(e + 1) − 1
-        tensor(0.6265)
-
-    Source: Zheng et al. 2020, eqs. 4-7, https://arxiv.org/abs/1711.05535
-    """
-
-    temperature: Temperature = 1.0
-    normalize: bool = False
-
-    def inputs(  # type: ignore[override]  # two modalities
-        self, x: Float[Tensor, "n d"], y: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None
-    ) -> Inputs:
-        return self.with_weights(labels, x=x, y=y)
-
-    def compute(self, batch: Batch) -> Tensor:
-        pairs = self.pairs(batch, normalize=self.normalize, normalize_weights=self.normalize, names=("x", "y"))
-        losses = pairs.cross_entropies(batch.scale(batch.settings.temperature))
-        return batch.reduce(losses.view(2, -1).sum(0), reduction=self.reduction)
-
-
 class ProxyAnchor(ClassLoss):
     r"""Compute a loss whose anchors are proxies, and whose positives and negatives are the embeddings of the global batch.
 
@@ -382,43 +339,3 @@ class ProxyAnchor(ClassLoss):
         settings = batch.settings
         positive, negative, counts = self.pairs(batch).log1p_sum_exp_by_class(settings.margin, settings.alpha)
         return positive.sum() / (counts > 0).sum() + negative.mean()  # a proxy without such embeddings has 0
-
-
-class P2SGrad(ClassLoss):
-    r"""Compute the mean squared error of cosines to all C classes, whose gradient is the probability-to-similarity gradient.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d].
-    With z the unit embeddings, w the unit weights and y the labels, this is ``mse_loss(z @ w.T, one_hot(y))``:
-
-        loss_i = 1/C Σ_j (z_i·w_j − [j = y_i])²
-
-    Equal to pytorch-metric-learning's P2SGradLoss, but for the gradient through the normalisation of weights.
-
-    Args:
-        num_classes: the number of classes, C.
-        embedding_size: the width of embeddings, d.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-
-    Examples:
-        >>> loss = P2SGrad(2, 2)
-        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
-        >>> loss(torch.eye(2), torch.tensor([0, 0])).detach()   # 0 and (1 + 1) / 2
-        tensor(0.5000)
-
-    Source: Zhang et al. 2019, eq. 11, https://arxiv.org/abs/1905.02479
-    """
-
-    reduction: Reduction = "mean"
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        classes, d = self.weights.shape
-        of_weights = Local(flop=6 * classes * d**2, bytes=5 * classes * d * stated.wide)
-        products = Local(["embeddings"], 6 * d**2, 3 * d * stated.wide)
-        return [*(x for x in super().entries(stated) if not isinstance(x, Classes)), of_weights, products]
-
-    def compute(self, batch: Batch) -> Tensor:
-        pairs = self.pairs(batch)
-        z, w = pairs.embeddings, batch.shared(pairs.centers[:, 0])
-        squares = (matmul(z, matmul(w.T, w)) * z).sum(1)
-        of_target = (z * w.index_select(0, pairs.targets)).sum(1)
-        return batch.reduce((squares - 2 * of_target + 1) / len(w), reduction=self.reduction)

@@ -9,11 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Summed, Tokens
+from contrastive_zoo.engine.cost import Entry, Tokens
 from contrastive_zoo.engine.masked import shared_max, tie_width
 from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature
@@ -108,7 +107,6 @@ class MaxSim(LateInteractionLoss):
 
     Args:
         temperature: t, 1 in PyLate, 0.02 with ``"mean"`` in colpali-engine.
-        symmetric: whether to average with the direction from documents to queries, without negatives.
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
         normalize: normalise each token to unit length first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
@@ -123,29 +121,12 @@ class MaxSim(LateInteractionLoss):
     """
 
     temperature: Temperature = 1.0
-    symmetric: bool = False
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        over_queries = Summed(stated.wide, each="sample"), Summed(stated.wide, True, "sample")
-        return [*super().entries(stated), *(over_queries if self.symmetric else ())]
 
     def compute(self, batch: Batch) -> Tensor:
         scores, positive, is_own = self.scores(batch)
         scale = batch.scale(batch.settings.temperature)
-        others = (scale * scores).masked_fill(is_own, -torch.inf)
-        return batch.reduce(_losses(batch, scale * positive, others, self.symmetric), reduction=self.reduction)
-
-
-@without_autocast
-def _losses(batch: Batch, positive: Tensor, others: Tensor, symmetric: bool) -> Tensor:
-    losses = cross_entropy(positive, log_sum_exp(others, 1))
-    if not symmetric:
-        return losses
-    of_documents = torch.full_like(positive, -torch.inf)
-    if batch.total > 1:
-        of_columns = log_sum_exp(others[:, : batch.total], 0)
-        of_documents = batch.log_sum_exp(of_columns, gradient="partial")[batch.samples.local]
-    return (losses + cross_entropy(positive, of_documents)) / 2
+        others = log_sum_exp((scale * scores).masked_fill(is_own, -torch.inf), 1)
+        return batch.reduce(cross_entropy(scale * positive, others), reduction=self.reduction)
 
 
 class MaxSimPairwise(LateInteractionLoss):

@@ -119,7 +119,9 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
 
         values = [] if owners is None else [range_rule(owners, -1, len(queries) - 1, owners_problem)]
         compared = {"directions": tuple(self.directions)}  # which may also be a list
-        return Inputs.of(rows, _ids_problem(rows), values=values, compared=compared, local=owners is not None)
+        alone = negative_ids is not None and document_ids is None
+        problem = "negative_ids are compared with document_ids: pass both." if alone else None
+        return Inputs.of(rows, problem, values=values, compared=compared, local=owners is not None)
 
     def needs(self, inputs: Inputs) -> Needs:
         candidates = tuple(name for name in ("documents", "negatives") if name in inputs.rows)
@@ -251,11 +253,6 @@ def _pair_losses(
     return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
 
 
-def _ids_problem(rows: Mapping[str, Tensor | None]) -> str | None:
-    alone = rows["negative_ids"] is not None and rows["document_ids"] is None
-    return "negative_ids are compared with document_ids: pass both." if alone else None
-
-
 class GIST(Loss, engine="rows"):
     r"""Compute InfoNCE over the candidates that a guide model does not find closer to the anchor than its positive.
 
@@ -268,17 +265,15 @@ class GIST(Loss, engine="rows"):
 
         loss = mean_i [ logsumexp of i's logits  −  a_i·p_i / t ]
 
-    Ids mask candidates, too, as those of :class:`MNRL` do. Equal to sentence-transformers' GISTEmbedLoss on one process,
-    which masks a_i·a_i and p_i·p_i only if τ_i < 1, and on several ranks compares anchors with those of the same rank.
+    Equal to sentence-transformers' GISTEmbedLoss on one process, which masks a_i·a_i and p_i·p_i only if τ_i < 1, and on
+    several ranks compares anchors with those of the same rank.
 
-    Called as ``loss(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives, document_ids,
-    negative_ids, query_ids)``:
+    Called as ``loss(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)``:
 
     - anchors, positives: [n, d].
     - guide_anchors, guide_positives: [n, e], the guide's embeddings of the same samples; without gradient.
     - negatives: [m, d], candidates of every anchor of every rank; m may differ between ranks.
     - guide_negatives: [m, e].
-    - document_ids, negative_ids, query_ids: as those of :class:`MNRL`.
 
     Args:
         margin_strategy: ``"absolute"`` or ``"relative"``.
@@ -291,8 +286,6 @@ class GIST(Loss, engine="rows"):
         >>> GIST(temperature=1.0)(eye, eye, eye, eye)   # log(e + 3) − 1
         tensor(0.7437)
         >>> GIST(temperature=1.0, margin=0.1)(eye, eye, equal, equal)   # all other pairs are masked
-        tensor(0.)
-        >>> GIST(temperature=1.0)(eye, eye, eye, eye, query_ids=torch.tensor([7, 7]))   # one anchor: log(e) − 1
         tensor(0.)
 
     Source: Solatorio 2024, §3, https://arxiv.org/abs/2402.16829
@@ -313,15 +306,11 @@ class GIST(Loss, engine="rows"):
         guide_positives: Float[Tensor, "n e"],
         negatives: Float[Tensor, "m d"] | None = None,
         guide_negatives: Float[Tensor, "m e"] | None = None,
-        document_ids: Int[Tensor, " n"] | None = None,
-        negative_ids: Int[Tensor, " m"] | None = None,
-        query_ids: Int[Tensor, " n"] | None = None,
     ) -> Inputs:
         rows = {"anchors": anchors, "positives": positives, "negatives": negatives}
         rows |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_negatives}
-        rows |= {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
         no_guide = negatives is not None and guide_negatives is None
-        return Inputs.of(rows, "negatives came without guide_negatives. Pass both." if no_guide else _ids_problem(rows))
+        return Inputs.of(rows, "negatives came without guide_negatives. Pass both." if no_guide else None)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         width, of_guide = (stated.inputs.rows[name].shape[1] for name in ("anchors", "guide_anchors"))
@@ -342,4 +331,4 @@ class GIST(Loss, engine="rows"):
             _pair_losses, temperature=batch.settings.temperature, directions=directions, compared=directions,
             margin=(-batch.settings.margin, self.margin_strategy), has_guide=True,
         )  # fmt: skip
-        return reduce_pairs(batch, loss, rows, [guides], ids=_ids_of_pairs(batch), reduction=self.reduction)
+        return reduce_pairs(batch, loss, rows, [guides], reduction=self.reduction)

@@ -1,7 +1,7 @@
 """Softmax over the views of a batch: NT-Xent, and its forms whose negatives or positives have weights."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,6 @@ class NTXent(ViewLoss, engine="softmax", has_kernel=True):
         return ViewPairs(batch, batch.settings.temperature, self.normalize).cross_entropy(self.reduction)
 
 
-Denominators = Literal["joint", "per_view"]
 _SIGMA = Bounds("sigma must be positive", "Leave it None for no weights.", above=0, finite=False, constant=True)
 Sigma = Annotated[float, _SIGMA] | None
 
@@ -74,8 +73,6 @@ class DCL(TwoViewLoss, engine="rows"):
     Args:
         temperature: t > 0; a tensor or module is learnable.
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, the logarithms of two sums are
-            added, as in older releases of lightly.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
@@ -88,14 +85,13 @@ class DCL(TwoViewLoss, engine="rows"):
 
     temperature: Temperature = 0.1
     sigma: Sigma = None
-    denominators: Denominators = "joint"
     normalize: bool = True
     reduction: Reduction = "mean"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, learnt = [*stated.inputs.rows], stated.learnt("temperature")
         of_weights = [] if self.sigma is None else [Gathered(names[:1], stated.wide)]
-        return [*of_weights, Blocks(names, companions=[8, 8], parameters=learnt, reduction=self.reduction)]
+        return [*of_weights, Blocks(names, companions=[8], parameters=learnt, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.candidates(*batch.rows, normalize=self.normalize), batch.indices(times=2)
@@ -104,9 +100,7 @@ class DCL(TwoViewLoss, engine="rows"):
         if sigma is not None:
             logits = batch.gather_detached((a * b).sum(-1).detach() / sigma)
             weight = 2 - batch.total * logits.softmax(0)[batch.samples.local]
-        view = torch.arange(2, device=a.device).repeat_interleave(len(a))
-        loss = BlockLoss(_decoupled, temperature=batch.settings.temperature, denominators=self.denominators)
-        companions = [(view, view), (weight.repeat(2), view)]
+        loss, companions = BlockLoss(_decoupled, temperature=batch.settings.temperature), [(weight.repeat(2), ids)]
         return reduce_rows(batch, loss, z, ids, times=2, companions=companions, reduction=self.reduction)
 
 
@@ -123,16 +117,11 @@ class DCLW(DCL):
     sigma: Sigma = 0.5
 
 
-def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
-    (view, views), (weight, _) = block.companions
+def _decoupled(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    ((weight, _),) = block.companions
     logits = block.anchors @ block.candidates.T / temperature
-    masks = [block.negative]
-    if denominators == "per_view":
-        same_view = view[:, None] == views
-        masks = [block.negative & same_view, block.negative & ~same_view]
     positive = logits.where(block.positive, 0).sum(1)
-    negative_terms = torch.stack([masked_log_sum_exp(logits, mask) for mask in masks]).sum(0)
-    return negative_terms - weight * positive, block.negative.any(1)
+    return masked_log_sum_exp(logits, block.negative) - weight * positive, block.negative.any(1)
 
 
 _SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)

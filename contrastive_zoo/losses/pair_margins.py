@@ -6,16 +6,13 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock, class_numbers
+from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Summed
 from contrastive_zoo.engine.masked import masked_max
-from contrastive_zoo.engine.pairwise import distances, dot_products, row_sums, squared_distances
-from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
-from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs
+from contrastive_zoo.engine.pairwise import distances, row_sums, squared_distances
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
-from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Reduction, Share, Size
+from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Share, Size
 from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 
 Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is infinite at the margin.", low=1)]
@@ -137,69 +134,6 @@ class ThresholdConsistentMargin(RowLoss):
         positive_term = self.positive_weight * (self.positive_margin - similarity).where(low, 0)
         negative_term = self.negative_weight * (similarity - self.negative_margin).where(high, 0)
         return row_sums(positive_term, negative_term), row_sums(low, high)
-
-
-class IntraPairVariance(LabelledLoss, engine="rows"):
-    r"""Compute squared hinges of similarities around the mean of all positives, and of all negatives.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With μ⁺, μ⁻ the means of s_ij = z_i·z_j over the positive and over the negative pairs of all ranks,
-
-        loss = mean_{i, p∈P(i)} max(0, (1 − ε⁺) μ⁺ − s_ip)²  +  mean_{i, n∈N(i)} max(0, s_in − (1 + ε⁻) μ⁻)²
-
-    over ordered pairs; an empty mean is 0. μ⁺ and μ⁻ have gradients, too. The loss regularises another one.
-
-    Args:
-        pos_eps: ε⁺.
-        neg_eps: ε⁻.
-        normalize: normalise embeddings to unit length first.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-
-    Examples:
-        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> IntraPairVariance(pos_eps=0.0, neg_eps=0.0)(z, torch.tensor([0, 0, 0, 1]))   # (⅓)²·⅔ and (⅓)²·⅔
-        tensor(0.1481)
-
-    Source: Yu & Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
-    """
-
-    pos_eps: Number = 0.01
-    neg_eps: Number = 0.01
-    normalize: bool = True
-    reduction: Reduction = "mean"
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        row, means = stated.width * stated.wide, [stated.wide] * 2
-        blocks = Blocks(["embeddings"], ids="labels", parameters=means, terms=2, reduction=self.reduction)
-        return [Gathered(["labels"], 8), Summed(row, each="class", more=row), blocks]
-
-    def compute(self, batch: Batch) -> Tensor:
-        z = batch.candidates("embeddings", normalize=self.normalize)
-        ids, settings = batch.int64(batch.rows["labels"]), batch.settings
-        positive, negative = _mean_similarities(batch, z.local, ids)
-        lowest, highest = (1 - settings.pos_eps) * positive, (1 + settings.neg_eps) * negative
-        loss = BlockLoss(_squared_hinges, terms=2, lowest=lowest, highest=highest)
-        return reduce_rows(batch, loss, z, ids, reduction=self.reduction)
-
-
-def _mean_similarities(batch: Batch, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean similarities of positive and of negative pairs; each class's pairs are the square of its sum."""
-    index, counts = class_numbers(batch.gather_detached(ids))
-    sums = z.new_zeros(len(counts), z.shape[1]).index_add(0, index[batch.samples.local], z)
-    self_pairs = z.new_zeros(1, z.shape[1]) + z.square().sum() / z.shape[1]  # rides along as a row
-    total = batch.sum(torch.cat([sums, self_pairs]), gradient="complete")
-    sums, squares = total[:-1], total[-1].sum()
-    same_class = sums.square().sum()
-    positives, pairs = (counts * (counts - 1)).sum(), counts.sum().square()
-    negatives, all_pairs = pairs - counts.square().sum(), sums.sum(0).square().sum()
-    return (same_class - squares) / positives.clamp(min=1), (all_pairs - same_class) / negatives.clamp(min=1)
-
-
-def _squared_hinges(block: AnchorBlock, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
-    similarity = dot_products(block.anchors, block.candidates)
-    low = (lowest - similarity).relu().square().where(block.positive, 0)
-    high = (similarity - highest).relu().square().where(block.negative, 0)
-    return row_sums(low, high), row_sums(block.positive, block.negative)
 
 
 class RankedList(RowLoss):

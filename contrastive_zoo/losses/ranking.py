@@ -5,13 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Summed
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.engine.pairwise import squared_distances
-from contrastive_zoo.engine.statistics import histogram_overlap
-from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Positive, Temperature
 
@@ -167,40 +162,3 @@ class FastAP(RowLoss):
         bins = above.new_zeros(len(above), self.num_bins + 2)
         bins = bins.scatter_add(1, lower, (1 - above).where(where, 0))
         return bins.scatter_add(1, lower + 1, above.where(where, 0))
-
-
-class Histogram(LabelledLoss, engine="rows"):
-    r"""Compute the overlap of the histograms of positive and of negative similarities of unit embeddings.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With h⁺ and h⁻ the histograms of s_ij = z_i·z_j over all positive and all negative pairs of all ranks, at R + 1 nodes
-    from −1 to 1, where a pair is shared linearly between its two nearest nodes,
-
-        loss = Σ_r h⁻_r Σ_{q≤r} h⁺_q
-
-    which is 0 without a positive or a negative pair. pytorch-metric-learning's HistogramLoss leaves out negative pairs of
-    two embeddings that both have no positive.
-
-    Args:
-        num_bins: R, the number of steps; the paper finds little effect between 100 and 200.
-
-    Examples:
-        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> Histogram(num_bins=2)(z, torch.tensor([0, 0, 1]))   # positives at 0; negatives at 0 and 1
-        tensor(1.)
-        >>> Histogram(num_bins=2)(z, torch.tensor([0, 1, 0]))   # positives at 1, negatives at 0
-        tensor(0.)
-
-    Source: Ustinova & Lempitsky 2016, https://arxiv.org/abs/1611.00822
-    """
-
-    num_bins: Bins = 100
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        names, histograms = ["embeddings"], Summed(2 * (self.num_bins + 1) * stated.wide)
-        gathered = Gathered(names, stated.width * stated.wide), Gathered(["labels"], 8)
-        return [*gathered, histograms, Blocks(names, ids="labels", terms=2)]
-
-    def compute(self, batch: Batch) -> Tensor:
-        z, ids = batch.prepared(batch.rows["embeddings"], normalize=True), batch.int64(batch.rows["labels"])
-        return histogram_overlap(batch, z, ids, self.num_bins)

@@ -1,32 +1,19 @@
 """Moments and spectra of features: views agree, and features vary, do not repeat each other, and fill all directions."""
 
 from collections.abc import Sequence
-from itertools import combinations
-from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Local
-from contrastive_zoo.engine.precision import matmul, unit_rows, without_autocast
-from contrastive_zoo.engine.statistics import (
-    LEAST_SQUARE,
-    centered,
-    divided_by_norms,
-    eigenvalues,
-    inverse_cholesky,
-    off_diagonal,
-    second_moments,
-    squared_sums,
-)
+from contrastive_zoo.engine.cost import Entry
+from contrastive_zoo.engine.precision import matmul, without_autocast
+from contrastive_zoo.engine.statistics import centered, eigenvalues, off_diagonal, second_moments, squared_sums
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
-from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, Size, field
+from contrastive_zoo.loss_base.settings import Momentum, NonNegative, Number, Positive, Size, field
 from contrastive_zoo.loss_base.state import Stateful, move_towards
-from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described
 
 
@@ -117,41 +104,6 @@ class VICReg(TwoViewLoss, engine="statistics"):
         return settings.variance / 2 * of_variances + settings.covariance * off_diagonal(cov).square().sum() / len(cov)
 
 
-class VIbCReg(VICReg):
-    r"""Compute the variance-invariance-better-covariance regularisation; embeddings are not normalised.
-
-    Called as ``loss(view1, view2)``, [n, d] each.
-    With Cov the covariance (over N − 1) and R the correlation matrix of the features over the embeddings of all ranks,
-
-        loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ mean_k max(0, γ − √(Cov(z)_kk + ε))
-                                                            + ν/d² · Σ_{k≠l} R(z)_kl² ]
-
-    as solo-learn's vibcreg_loss_func. Correlations of a constant feature, and of a single sample, are 0.
-
-    Args:
-        covariance: ν; the other settings are those of :class:`VICReg`.
-
-    Examples:
-        >>> a = torch.tensor([[0.0, 0.0], [0.6, 0.6]])   # variances 0.18; both correlations are 1
-        >>> VIbCReg(variance=1.0, covariance=2.0, eps=0.07)(a, a)   # 2 · (½ + 1)
-        tensor(3.)
-
-    Source: Lee & Aune 2021, https://arxiv.org/abs/2109.00783
-    """
-
-    covariance: Number = 200.0
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        return [*super().entries(stated), stated.features(), stated.features()]
-
-    def _of_features(self, batch: Batch, x: Tensor) -> Tensor:
-        settings, squares = batch.settings, squared_sums(batch, x)
-        norms = squares.clamp(min=LEAST_SQUARE).sqrt()
-        correlation = second_moments(batch, x, x) / norms[:, None] / norms
-        of_variances = (settings.gamma - (squares / max(1, batch.total - 1) + settings.eps).sqrt()).relu().mean()
-        return settings.variance * of_variances + settings.covariance * off_diagonal(correlation).square().mean()
-
-
 class TiCo(TwoViewLoss, Stateful, engine="statistics"):
     r"""Compute transformation invariance and covariance contrast.
 
@@ -213,44 +165,6 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
         move_towards(self.covariance, mean, 1 - betas[-1])
 
 
-class FroSSL(ViewLoss, engine="statistics"):
-    r"""Compute the log of the squared Frobenius norm of each view's second moments plus the distance of views.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d].
-    With ẑ_v the V views, each feature divided by its norm over the embeddings of all ranks, d features and m = mean_v ẑ_v,
-
-        loss = Σ_v [ log ‖ẑ_vᵀ ẑ_v / tr(ẑ_vᵀ ẑ_v)‖_F²  +  λ V/N Σ_i ‖ẑ_vi − m_i‖² ]
-
-    The traces, which are d unless a feature is 0 everywhere, have no gradient. A view of zeros has no first term. Equal to
-    lightly's FroSSLLoss.
-
-    Args:
-        invariance: λ.
-
-    Examples:
-        >>> FroSSL()(torch.eye(2), torch.eye(2))   # 2 log(½² + ½²)
-        tensor(-1.3863)
-
-    Source: Skean et al. 2024, https://arxiv.org/abs/2310.02903
-    """
-
-    invariance: Number = 1.0
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        of_view = [stated.features(partial=True), *stated.products(), *self.reduced()]
-        return [stated.held(3.3), *of_view * len(stated.inputs.rows)]
-
-    def compute(self, batch: Batch) -> Tensor:
-        scaled = [divided_by_norms(batch, batch.prepared(x, normalize=False)) for x in batch.rows.values()]
-        center, terms = sum(scaled[1:], scaled[0]) / len(scaled), []
-        for z in scaled:
-            moments = second_moments(batch, z, z)
-            squares = (moments / moments.detach().trace().clamp(min=1)).square().sum()
-            distance = batch.reduce((z - center).square().sum(1))
-            terms.append(squares.where(squares > 0, 1).log() + batch.settings.invariance * len(scaled) * distance)
-        return torch.stack(terms).sum()
-
-
 class MMCR(ViewLoss, engine="statistics"):
     r"""Compute minus the nuclear norm of the samples' centroids plus the mean nuclear norm of each sample's views.
 
@@ -293,65 +207,3 @@ class MMCR(ViewLoss, engine="statistics"):
 def _smooth_nuclear_norm(squares: Float[Tensor, "... k k"], eps: float) -> Float[Tensor, "..."]:
     """Return Σ_k (√(λ_k + ε) − √ε) of the eigenvalues of symmetric matrices, of which rounding makes some negative."""
     return ((eigenvalues(squares).clamp(min=0) + eps).sqrt() - eps**0.5).sum(-1)
-
-
-class WMSE(ViewLoss, engine="statistics"):
-    r"""Compute the squared distance of views that are whitened by the covariance of all ranks and then normalised.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d].
-    With C_v the covariance of view v over the embeddings of all ranks and m_v their mean, of d features,
-
-        L_v L_vᵀ = (1 − ε) C_v + ε tr(C_v)/d I        u_vi = L_v⁻¹ (z_vi − m_v), divided by its length
-        loss_i   = mean_{v<w} ‖u_vi − u_wi‖²
-
-    Without ε u_v is ``normalize((z - z.mean(0)) @ inv(cholesky(cov(z.T))).T)``. A sample of which a view is the mean to 6
-    digits does not count. The paper whitens random sub-batches of the process's own samples.
-
-    Args:
-        eps: ε, above 0, at most 1, relative to the mean variance: 0 in the paper, which needs N ≥ 2d.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-
-    Raises:
-        ValueError: an eps so small that rounding makes the covariance indefinite (on a CPU; elsewhere the loss is NaN).
-
-    Examples:
-        >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
-        >>> WMSE()(z, -z)   # opposite unit vectors: 2²
-        tensor(4.)
-        >>> WMSE(eps=1e-9)(z, z @ torch.tensor([[3.0, 1.0], [0.0, 2.0]])).abs() < 1e-5   # undone
-        tensor(True)
-
-    Source: Ermolov et al. 2021, §3, https://arxiv.org/abs/2007.06346
-    """
-
-    eps: Annotated[float, Bounds("eps is above 0 and at most 1", above=0, high=1)] = 1e-3
-    reduction: Reduction = "mean"
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        inverse = Local(flop=6 * stated.width**3, bytes=4 * stated.width**2 * stated.wide)
-        of_view = [stated.features(partial=True), *stated.products(partial=True), inverse]
-        return [stated.held(4), *of_view * len(stated.inputs.rows), *self.reduced()]
-
-    def compute(self, batch: Batch) -> Tensor:
-        rows = (batch.prepared(x, normalize=False) for x in batch.rows.values())
-        whitened, directed = zip(*(_whitened(batch, z) for z in rows), strict=True)
-        cosine = torch.stack([(u * v).sum(1) for u, v in combinations(whitened, 2)]).mean(0)
-        return batch.reduce(2 - 2 * cosine, torch.stack(directed).all(0), reduction=self.reduction)
-
-
-@without_autocast
-def _whitened(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the whitened local embeddings with unit length, and which of them differ from the mean."""
-    x, d, eps = centered(batch, z), z.shape[1], batch.settings.eps
-    directed = vector_norm(x.detach(), dim=1) > _LEAST_DISTANCE * vector_norm(z.detach(), dim=1)
-    covariance = batch.sum(matmul(x.T, x), gradient="partial") / max(1, batch.total - 1)
-    variance, eye = covariance.trace() / d, torch.eye(d, dtype=x.dtype, device=x.device)
-    relative = (1 - eps) * covariance / variance.where(variance > 0, 1) + eps * eye
-    inverse = inverse_cholesky(relative)  # the scale of L does not change a direction
-    if devices.on_cpu(inverse) and not inverse.isfinite().all():  # equal on every rank, as the covariance is
-        problem = f"the covariance has no inverse up to rounding with eps={eps}. Pass a larger eps."
-        raise ValueError(f"{batch.name}: {problem}")
-    return unit_rows(matmul(x, inverse.T).where(directed[:, None], 1)), directed
-
-
-_LEAST_DISTANCE = 1e-6  # from the mean, relative to the norm, below which float32 holds no digit of the direction

@@ -92,7 +92,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
         if not self._by_rows(stated.inputs.rows):
             scale, entries = self.scale_of(stated)
             self_sums = Local(names, bytes=stated.width * stated.wide)
-            sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, "class")]
+            sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, by_class=True)]
             return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
         anchors = embeddings.shape[1] if self.contrast_mode == "one" and embeddings.ndim == 3 else 1
         candidates = names if self.contrast_mode == "one" else ()

@@ -1,7 +1,6 @@
 """Margins over triplets: all of them, their angles, and those with the hardest other embedding of the batch."""
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -11,17 +10,14 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry, Summed
+from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.masked import log1p_sum_exp, masked_max, masked_min
-from contrastive_zoo.engine.pairwise import distances, dot_products
+from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
-from contrastive_zoo.engine.statistics import nearest_nodes
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
-from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
-from contrastive_zoo.loss_base.state import Stateful
-from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction
 
 Mining = Literal["all", "hard", "semi-hard"]
 
@@ -190,102 +186,3 @@ def _margin_hinges(block: AnchorBlock, least: float, most: float) -> tuple[Tenso
     of_positive = similarity.where(block.positive, 0).sum(1)
     hardest = masked_max(similarity, block.negative)  # −inf without a negative
     return (least - of_positive).relu() + (hardest - most).relu(), block.positive.any(1)
-
-
-class DynamicSoftMargin(Loss, Stateful, engine="rows"):
-    r"""Compute the difference of distances in each hardest triplet times the share of triplets that are easier.
-
-    Called as ``loss(anchors, positives)``, a and p, [n, d] each.
-    With a, p the unit embeddings of all ranks, the distance D, and h the moving histogram of past differences,
-
-        δ_i    = D(a_i, p_i) − min( min_{j≠i} D(a_i, p_j), min_{j≠i} D(a_j, p_i) )
-        h'     = (1 − m) h + m · histogram of this batch's δ over [−2, 2], shared linearly between the two nearest nodes
-        loss_i = F(δ_i) δ_i,   F the cumulative distribution of h', linear between its nodes
-
-    F(δ_i) has no gradient. Without a past (h = 0), h' is the batch's histogram. A single pair has no loss.
-    The authors' code and pytorch-metric-learning's take F at the node below δ_i.
-
-    h is the buffer ``histogram``, which starts at 0. In training mode each call stores h' in it: it is equal on every rank,
-    and equal to that of one process. If a step has several calls, use :func:`contrastive_zoo.one_step`.
-
-    Args:
-        num_bins: number of steps from −2 to 2; a few hundred, since F is linear within a step.
-        momentum: m, the share of this batch, 0 … 1.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-
-    Examples:
-        >>> eye, loss = torch.eye(2), DynamicSoftMargin(2)
-        >>> loss(eye, eye.flip(0)), loss.histogram   # (0.2929² + 0.7071) √2
-        (tensor(1.1213), tensor([0.0000, 0.2929, 0.7071]))
-
-    Source: Zhang & Rusinkiewicz 2019, §3, https://doi.org/10.1109/ICCV.2019.00306
-    """
-
-    num_bins: Bins = field(kw_only=False)
-    momentum: Momentum = 0.01
-    reduction: Reduction = "mean"
-
-    histogram: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.histogram = nn.Buffer(torch.zeros(self.num_bins + 1))
-
-    def inputs(self, anchors: Float[Tensor, "n d"], positives: Float[Tensor, "n d"]) -> Inputs:
-        nodes = self.num_bins + 1
-        problem = f"the histogram has num_bins + 1 nodes, [{nodes}], got {described(self.histogram)}."
-        return Inputs({"view 0": anchors, "view 1": positives}, problem if self.histogram.shape != (nodes,) else None)
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        directions = ("view 0", "view 1"), ("view 1", "view 0")
-        nearest = [Blocks([x], [y], reduction="none") for x, y in directions]
-        return [*nearest, Summed(len(self.histogram) * stated.wide), *self.reduced()]
-
-    def compute(self, batch: Batch) -> Tensor:
-        difference = _differences(batch)
-        valid = torch.full_like(difference, batch.total > 1)
-        lower, share = nearest_nodes(difference.detach() / 2, len(self.histogram) - 1)
-        share = share.clamp(0, 1)
-        counts = difference.new_zeros(len(self.histogram)).index_add_(0, lower, (1 - share) * valid)
-        counts = batch.sum(counts.index_add_(0, lower + 1, share * valid), gradient="complete")
-        momentum = batch.settings.momentum
-        histogram = self._moved(momentum, counts)
-        below = histogram.cumsum(0)
-        weights = (1 - share) * below[lower] + share * below[lower + 1]
-        loss = batch.reduce(weights * difference, valid, reduction=self.reduction)
-        if self.training:
-            self.record((momentum, counts))
-        return loss
-
-    def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
-        momenta, counts = zip(*calls, strict=True)
-        self.histogram.copy_(self._moved(momenta[-1], torch.stack(counts).sum(0)))
-
-    def _moved(self, momentum: float | Tensor, counts: Tensor) -> Tensor:
-        """Return the histogram after a step towards the counts of all ranks; it stays as it is without any."""
-        histogram, count = self.histogram.to(counts), counts.sum()
-        step = torch.where(histogram.sum() > 0, momentum, 1.0).where(count > 0, 0).to(counts)
-        return histogram + step * (counts / count.where(count > 0, 1) - histogram)
-
-
-def _differences(batch: Batch) -> Tensor:
-    """Return δ of the local pairs; a gradient is shared by equal minima, and 0 where a distance is 0."""
-    towers = [batch.candidates(name, normalize=True) for name in batch.rows]
-    a, p = (x.local for x in towers)
-    squares = (a - p).square().sum(1)
-    distances = squares.where(squares > 0, 1).sqrt().where(squares > 0, 0)
-    pairs = batch.indices()
-    of_anchor, of_positive = (
-        reduce_rows(batch, BlockLoss(_nearest), x, pairs, candidates=y, candidate_ids=pairs, reduction="none")
-        for x, y in (towers, reversed(towers))
-    )
-    # of repeated embeddings the two differ by rounding only
-    equal = (of_anchor.square() - of_positive.square()).abs() <= _ROUNDING_UNITS * torch.finfo(a.dtype).eps
-    return distances - ((of_anchor + of_positive) / 2).where(equal, torch.minimum(of_anchor, of_positive))
-
-
-def _nearest(block: AnchorBlock) -> tuple[Tensor, Tensor]:
-    distance = block.with_equal_columns(distances(block.anchors, block.candidates))
-    return masked_min(distance, block.negative), block.negative.any(1)
-
-
-_ROUNDING_UNITS = 64  # units of the precision of numbers near 1, below whose distance squares count as equal

@@ -73,41 +73,6 @@ class AlignUniform(TwoViewLoss, engine="softmax"):
         return loss + batch.settings.uniformity / 2 * (totals - 2 * t - math.log(n * (n - 1))).sum()
 
 
-class SpectralContrastive(TwoViewLoss, engine="statistics"):
-    r"""Compute squared dot products of all other pairs minus dot products of partners, in closed form.
-
-    Called as ``loss(view1, view2)``, [n, d] each.
-    Embeddings with norms above √μ are scaled to √μ; then, with a, b the embeddings of all ranks,
-
-        loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
-
-    Args:
-        mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
-
-    Examples:
-        >>> a = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
-        >>> SpectralContrastive()(a, a)   # −2 · 1 + 0.6²
-        tensor(-1.6400)
-
-    Source: HaoChen et al. 2021, §3, https://arxiv.org/abs/2106.04156
-    """
-
-    mu: Annotated[float, Bounds("mu must be positive", above=0, finite=False)] = 1.0
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        return [stated.held(2.6), *stated.products() * 2, *self.reduced(), *self.reduced()]
-
-    def compute(self, batch: Batch) -> Tensor:
-        max_norm, n = batch.settings.mu**0.5, batch.total
-        a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
-        if max_norm < math.inf:
-            a, b = (z * (max_norm / vector_norm(z, dim=1, keepdim=True).clamp(min=max_norm)) for z in (a, b))
-        of_pairs = (a * b).sum(1)
-        all_pairs = (second_moments(batch, a, a) * second_moments(batch, b, b)).sum()
-        others = all_pairs - batch.reduce(of_pairs.square(), reduction="sum")
-        return -2 * batch.reduce(of_pairs) + others / max(1, n * (n - 1))
-
-
 class OrthogonalRegularization(EmbeddingLoss, engine="statistics"):
     r"""Compute the squared mean similarity, and the excess of the mean squared similarity over 1/d.
 

@@ -60,8 +60,9 @@ Z64, IDS, MASK = numbers(3, 2, seed=0), torch.arange(3), torch.ones(3, 2).bool()
 FULL: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
     "GIST": (
         cz.GIST(),
-        dict.fromkeys(("anchors", "positives", "guide_anchors", "guide_positives", "negatives", "guide_negatives"), Z64)
-        | dict.fromkeys(("document_ids", "negative_ids", "query_ids"), IDS),
+        dict.fromkeys(
+            ("anchors", "positives", "guide_anchors", "guide_positives", "negatives", "guide_negatives"), Z64
+        ),
     ),
     "MNRL": (
         cz.MNRL(),

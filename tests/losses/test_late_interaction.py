@@ -31,7 +31,6 @@ ORDER = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
 
 LOSSES: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], dict[str, Any]]] = {
     "MaxSim": (cz.MaxSim, dense_max_sim, {}),
-    "MaxSim, symmetric": (cz.MaxSim, dense_max_sim, {"symmetric": True}),
     "MaxSim, mean": (cz.MaxSim, dense_max_sim, {"token_reduction": "mean"}),
     "MaxSimPairwise": (cz.MaxSimPairwise, dense_pairwise, {}),
 }
@@ -213,9 +212,7 @@ def whole_step(make: Callable[[], Any], rows: dict[str, Tensor]) -> list[Any]:
     return value_and_gradients(make(), [rows[name] for name in ORDER if name in rows])
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: cz.MaxSim(symmetric=True), lambda: composition(), lambda: cz.Matryoshka(cz.MaxSim(), (2, 4))]
-)
+@pytest.mark.parametrize("make", [cz.MaxSim, lambda: composition(), lambda: cz.Matryoshka(cz.MaxSim(), (2, 4))])
 def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
     rows = rows_of(Shard(7, 4), seed=1)
     found, reads = step(make, rows)
@@ -236,7 +233,7 @@ def test_a_ring_of_ranks_that_read_their_own_lengths(worlds: Worlds) -> None:
     def job() -> float:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(devices, "on_cpu", lambda x: False)
-            return largest_error("MaxSim, symmetric", [SHARDS, (Shard(0), Shard(2, 1))], True, 0)
+            return largest_error("MaxSim", [SHARDS, (Shard(0), Shard(2, 1))], True, 0)
 
     assert max(worlds.run(2, job)) <= EXACT
 

@@ -238,13 +238,10 @@ def of_units(ours: Loss, theirs: Loss) -> Peer:
 
 
 def of_weights(cls: Any, kind: Any, labels: Tensor, **settings: Any) -> tuple[Loss, Loss]:
-    sizes = (4, 8) if kind is pml.P2SGradLoss else (8, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # theirs makes tensors from NumPy numbers
-        ours, theirs = cls(8, 4, **settings).double(), kind(*sizes, **settings).double()
+        ours, theirs = cls(8, 4, **settings).double(), kind(8, 4, **settings).double()
     (weights,) = theirs.parameters()
-    # it rescales its weights in two steps, the first of which adds 1e-7
-    ours.weights.data = F.normalize(ours.weights.data, dim=1) if cls is cz.P2SGrad else ours.weights.data
     weights.data = ours.weights.data.T.clone()
     return lambda z: ours(z, labels), lambda z: theirs(z, labels)
 
@@ -273,10 +270,8 @@ OF_METRICS: dict[str, Peer] = {
     ),
     "Angular": of_units(cz.Angular(), pml.AngularLoss()),
     "ThresholdConsistentMargin": of_units(cz.ThresholdConsistentMargin(), pml.ThresholdConsistentMarginLoss()),
-    "IntraPairVariance": of_units(cz.IntraPairVariance(), pml.IntraPairVarianceLoss()),
     # it mistakes samples per class for classes
     "SmoothAP": Peer(SMOOTH_AP.make, labels=lambda seed: torch.arange(4).repeat_interleave(4)),
-    "P2SGrad": Peer(partial(of_weights, cz.P2SGrad, pml.P2SGradLoss), tolerance=1e-6),
     "LargeMarginSoftmax": Peer(partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss)),
     "LargeMarginSoftmax, scaled": Peer(
         partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss, margin=3, scale=0.5)
@@ -313,11 +308,6 @@ def in_both_directions(_: Tensor) -> tuple[Loss, Loss]:
         lambda a, b: ours(a, b) + ours(b, a),
         lambda a, b: theirs(a, b.detach()) + theirs(b, a.detach()),
     )
-
-
-def frossl(_: Tensor) -> tuple[Loss, Loss]:
-    theirs = peer("lightly.loss.frossl_loss.FroSSLLoss")()
-    return cz.FroSSL(), lambda *views: theirs(list(views))
 
 
 def swav(_: Tensor) -> tuple[Loss, Loss]:
@@ -398,7 +388,6 @@ OF_IMAGES: dict[str, Peer] = {
     "AlignUniform": lightly("hypersphere_loss.HypersphereLoss", cz.AlignUniform(t=1.0)),
     "NegativeCosine": Peer(in_both_directions, 2),
     "TiCo": Peer(tico, 2),
-    "FroSSL": Peer(frossl, 3),
     "SIGReg": Peer(sigreg),
     "LeJEPA": Peer(lejepa, 3),
     "MMCR": Peer(mmcr, 4),

@@ -16,8 +16,6 @@ from contrastive_zoo.testing.invariants import CONTRACT, same_sharded_gradient, 
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.losses.test_statistics import close
-from tests.losses.zoo_softmax import two_towers
-from tests.zoo import fed
 
 
 def with_weights(cls: type[cz.ClassLoss], weights: Tensor, **settings: Any) -> cz.ClassLoss:
@@ -45,7 +43,6 @@ SHARDED: dict[str, Callable[[cz.World], cz.ClassLoss]] = {
     "CosFace": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0),
     "ProxyNCA": lambda world: cz.ProxyNCA(CLASSES, 4, shard_over=world),
     "ArcFace": lambda world: cz.ArcFace(CLASSES, 4, shard_over=world, sub_centers=2, scale=8.0),
-    "Instance": lambda world: fed(cz.Instance, two_towers)(CLASSES, 4, shard_over=world),
 }
 
 

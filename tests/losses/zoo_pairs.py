@@ -1,4 +1,4 @@
-"""Losses of annotated pairs, of all pairs' means, and of a teacher's scores, each written out over all pairs."""
+"""Losses of annotated pairs, and of a teacher's scores, each written out over all pairs."""
 
 from functools import partial
 from typing import Any
@@ -50,29 +50,6 @@ def dense_mega_batch_margin(q: Tensor, k: Tensor) -> Tensor:
     return (0.8 - s.diagonal()).relu().mean() + (others - 0.3).relu().mean()
 
 
-def dense_intra_pair_variance(z: Tensor, labels: Tensor) -> Tensor:
-    similarity, same = unit(z) @ unit(z).T, labels[:, None] == labels
-    loss = 0 * z.sum()
-    for sign, chosen in ((1, same & ~itself(z)), (-1, ~same)):
-        s = similarity[chosen]
-        loss = loss + ((sign * ((1 - sign * 0.01) * s.mean() - s)).relu().square().mean() if len(s) else 0)
-    return loss
-
-
-def dense_histogram(z: Tensor, labels: Tensor) -> Tensor:
-    """With triangular kernels at every node."""
-    s, same, nodes = (
-        (unit(z) @ unit(z).T).clamp(-1, 1),
-        labels[:, None] == labels,
-        torch.linspace(-1, 1, 8, dtype=torch.float64),
-    )
-    if same.all() or not (same & ~itself(z)).any():
-        return 0 * z.sum()
-    kernels = (1 - (s[..., None] - nodes).abs() * 3.5).relu()
-    positive, negative = (kernels[chosen].mean(0) for chosen in (same & ~itself(z), ~same))
-    return (negative * positive.cumsum(0)).sum()
-
-
 def scores_of(*rows: Tensor) -> Tensor:
     return torch.stack([x[:, 0] for x in zoo_softmax.teacher(*rows)], 1)
 
@@ -104,8 +81,6 @@ ENTRIES = [
     row("AnglE", dense_cosent, "labels", scored, similarity="angle"),
     row("OnlineContrastive", dense_online_contrastive, "labels", of_parity, reduction="sum"),
     row("MegaBatchMargin", dense_mega_batch_margin),
-    row("IntraPairVariance", dense_intra_pair_variance, "labels"),
-    row("Histogram", dense_histogram, "labels", num_bins=7),
     row("MarginMSE", dense_margin_mse, "views", margins_of, 4),
     row("ScoreDistillation", dense_score_distillation, "views", scored_candidates, 4, **COOL),
 ]
@@ -125,10 +100,10 @@ def dense_scores(q: Tensor, d: Tensor, q_mask: Tensor | None, d_mask: Tensor | N
 def dense_max_sim(
     queries: Tensor, documents: Tensor, query_mask: Tensor | None = None, document_mask: Tensor | None = None,
     negatives: Tensor | None = None, negative_mask: Tensor | None = None,
-    *, temperature: Any = 1.0, symmetric: bool = False, token_reduction: str = "sum", hardest: bool = False,
+    *, temperature: Any = 1.0, token_reduction: str = "sum", hardest: bool = False,
 ) -> Tensor:  # fmt: skip
     """MaxSim, or, against the hardest document alone, MaxSimPairwise."""
-    n, further = len(queries), [] if negatives is None else [(negatives, negative_mask)]
+    further = [] if negatives is None else [(negatives, negative_mask)]
     sets = [(documents, document_mask), *further]
     scores = torch.cat([dense_scores(queries, x, query_mask, mask, token_reduction) for x, mask in sets], 1)
     logits = scores / temperature
@@ -137,8 +112,7 @@ def dense_max_sim(
         if logits.shape[1] < 2:
             return 0 * logits.sum()
         return F.softplus(logits.masked_fill(own, -torch.inf).amax(1) - logits.diagonal(), threshold=40).mean()
-    loss = F.cross_entropy(logits, torch.arange(n))
-    return (loss + F.cross_entropy(logits[:, :n].T, torch.arange(n))) / 2 if symmetric else loss
+    return F.cross_entropy(logits, torch.arange(len(queries)))
 
 
 dense_pairwise = partial(dense_max_sim, hardest=True)
@@ -157,7 +131,6 @@ def tokens_of(q: Tensor, d: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
 TOKENS: list[Entry] = [
     row("MaxSim", dense_max_sim, "views", tokens_of),
     row("MaxSim, negatives", dense_max_sim, "views", tokens_of, 3, token_reduction="mean"),
-    row("MaxSim, symmetric", dense_max_sim, "views", tokens_of, 3, symmetric=True),
     row("MaxSimPairwise", dense_pairwise, "views", tokens_of),
     row("MaxSimPairwise, negatives", dense_pairwise, "views", tokens_of, 3),
 ]

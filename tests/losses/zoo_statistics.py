@@ -10,11 +10,10 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.losses.memory_loss import MemoryLoss
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Entry, itself, roots, row
+from tests.zoo import Entry, itself, row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -42,11 +41,6 @@ def student_and_teacher(*views: Tensor) -> tuple[Tensor, Tensor]:
     return student, student[:, :2]
 
 
-def exchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    (student,), (teacher,) = side_by_side(first, second), side_by_side(second, first)
-    return student, teacher
-
-
 def predicted(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
     """Projections, and what a predictor makes of them, which turns features around."""
     z1, z2 = widened(first, second)
@@ -65,21 +59,15 @@ def ramp() -> Tensor:
     return torch.linspace(-1, 1, WIDTH, dtype=torch.float32).double()
 
 
-def past() -> Tensor:
-    """A histogram of earlier batches, as 32 bits hold it."""
-    return (ramp().abs() / ramp().abs().sum()).float().double()
-
-
 def remembered() -> Tensor:
     """Unit embeddings of a memory, the same on every process."""
     generator = torch.Generator().manual_seed(5)
     return F.normalize(torch.randn(6, WIDTH, dtype=torch.float32, generator=generator).double(), dim=1)
 
 
-def remember(loss: MemoryLoss) -> None:
+def remember(loss: cz.NNCLR) -> None:
     """Fill the memory, but for one place, with what all ranks have."""
-    rows = remembered().repeat(1, loss.embedding_size // WIDTH).to(loss.queue.embeddings)
-    loss.queue.write(rows, None, None, Shards((6,)), ONE_PROCESS)
+    loss.queue.write(remembered().to(loss.queue.embeddings), None, None, Shards((6,)), ONE_PROCESS)
 
 
 def dense_vicreg(a: Tensor, b: Tensor) -> Tensor:
@@ -98,12 +86,6 @@ def dense_barlow_twins(a: Tensor, b: Tensor) -> Tensor:
     on_diagonal = (c.diagonal() - 1).square().sum()
     off_diagonal = (c - c.diagonal().diag()).square().sum()
     return on_diagonal + 0.0051 * off_diagonal
-
-
-def dense_spectral_contrastive(a: Tensor, b: Tensor) -> Tensor:
-    a, b = (torch.stack([x if x.norm() < 1 else x / x.norm() for x in rows]) for rows in (a, b))
-    s, n = a @ b.T, len(a)
-    return -2 * s.diagonal().mean() + (s - s.diagonal().diag()).square().sum() / max(1, n * (n - 1))
 
 
 def dense_align_uniform(a: Tensor, b: Tensor) -> Tensor:
@@ -139,46 +121,6 @@ def dense_dino(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Tens
     return torch.stack([-(t[:, u] * s[:, v]).sum(1).mean() for u, v in pairs]).mean()
 
 
-def dense_vibcreg(a: Tensor, b: Tensor) -> Tensor:
-    """As solo-learn writes it; the variance of a single embedding is 0."""
-    loss = 25 * F.mse_loss(a, b)
-    for z in (a, b):
-        variance = z.var(0) if len(z) > 1 else 0 * z.sum(0)
-        loss = loss + 25 * (1 - (variance + 1e-4).sqrt()).relu().mean()
-        x = F.normalize(z - z.mean(0), dim=0)
-        correlation = x.T @ x
-        loss = loss + 200 * (correlation - correlation.diagonal().diag()).square().mean()
-    return loss
-
-
-def dense_frossl(*views: Tensor) -> Tensor:
-    """With N × N matrices, whose Frobenius norm is the same."""
-    rows = [F.normalize(z, dim=0) for z in views]
-    center, loss = torch.stack(rows).mean(0), torch.zeros(())
-    for z in rows:
-        gram = z @ z.T
-        loss = loss + (gram / gram.trace().item()).square().sum().log()
-        loss = loss + len(rows) * (z - center).square().sum() / len(z)
-    return loss
-
-
-def dense_w_mse(*views: Tensor) -> Tensor:
-    """With the inverse of the factor."""
-    whitened, directed = [], torch.ones(len(views[0]), dtype=torch.bool)
-    for z in views:
-        x = z - z.mean(0)
-        directed &= x.norm(dim=1) > 1e-6 * z.norm(dim=1)
-        covariance = x.T @ x / max(1, len(z) - 1)
-        eye, variance = torch.eye(z.shape[1], dtype=z.dtype), covariance.diagonal().mean()
-        if variance > 0:
-            covariance = 0.999 * covariance + 1e-3 * variance * eye
-            whitened.append(F.normalize(x @ torch.linalg.cholesky(covariance).inverse().T, dim=1))
-    if not directed.any():
-        return 0 * sum(z.sum() for z in views)
-    pairs = [(u - v)[directed].square().sum(1).mean() for i, u in enumerate(whitened) for v in whitened[:i]]
-    return torch.stack(pairs).mean()
-
-
 def dense_mmcr(*views: Tensor) -> Tensor:
     """From singular values, of which a matrix has as many as it has rows or columns."""
 
@@ -196,28 +138,6 @@ def dense_nnclr(z1: Tensor, z2: Tensor, p1: Tensor, p2: Tensor, temperature: Any
         logits = neighbours @ F.normalize(p, dim=1).T / temperature
         loss = loss + F.cross_entropy(logits, torch.arange(len(p))) / 2
     return loss
-
-
-def dense_ressl(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Tensor:
-    memory = F.normalize(remembered().float().double().repeat(1, 2), dim=1)
-    student, teacher = (F.normalize(x, dim=1) @ memory.T for x in (student, teacher))
-    return F.cross_entropy(student / temperature, (teacher.detach() / 0.3).softmax(1))
-
-
-def dense_dynamic_soft_margin(a: Tensor, b: Tensor) -> Tensor:
-    squares, other = (F.normalize(a, dim=1)[:, None] - F.normalize(b, dim=1)).square().sum(2), ~itself(a)
-    if len(a) == 1:
-        return 0 * squares.sum()
-    distances = roots(squares)
-    sides = torch.stack([distances, distances.T])  # from an anchor, and to its partner
-    nearest = sides.detach().masked_fill(~other, torch.inf).amin((0, 2))
-    equal = (sides - nearest[:, None] < 1e-13) & other  # equal minima share the gradient
-    shares = (sides * equal).sum(2) / equal.sum(2).clamp(min=1)
-    differences = distances.diagonal() - shares.sum(0) / equal.any(2).sum(0)
-    at = (differences.detach() + 2) * (WIDTH - 1) / 4
-    batch = (1 - (at[:, None] - torch.arange(WIDTH, dtype=a.dtype)).abs()).clamp(min=0).mean(0)
-    cdf, k = (0.75 * past() + 0.25 * batch).cumsum(0), at.long().clamp(max=WIDTH - 2)
-    return (((1 - at + k) * cdf[k] + (at - k) * cdf[k + 1]) * differences).mean()
 
 
 def dense_tico(a: Tensor, b: Tensor) -> Tensor:
@@ -285,22 +205,9 @@ def dino(name: str, **how: int) -> Entry:
 ENTRIES = [
     row("VICReg", dense_vicreg),
     row("BarlowTwins", dense_barlow_twins),
-    row("SpectralContrastive", dense_spectral_contrastive),
     row("AlignUniform", dense_align_uniform),
-    row("VIbCReg", dense_vibcreg),
-    row("FroSSL, three views", dense_frossl, views=3),
-    row("WMSE", dense_w_mse),
-    row("WMSE, three views", dense_w_mse, views=3),
     row("MMCR, three views", dense_mmcr, views=3, lambda_=0.5),
-    row(
-        "DynamicSoftMargin", dense_dynamic_soft_margin,
-        prepare=lambda loss: loss.histogram.copy_(past()), num_bins=WIDTH - 1, momentum=0.25,
-    ),
     row("NNCLR", dense_nnclr, "views", predicted, prepare=remember, size=7, embedding_size=WIDTH),
-    row(
-        "ReSSL", dense_ressl, "views", exchanged,
-        prepare=remember, size=7, embedding_size=2 * WIDTH, teacher_temperature=0.3,
-    ),
     row(
         "LeJEPA, three views", dense_lejepa, "views", widened, 3,
         embedding_size=WIDTH, lambda_=0.3, **SLICES,

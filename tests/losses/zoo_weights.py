@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from tests.losses import zoo_softmax
 from tests.zoo import Entry, row
 
 CLASSES, WIDTH = 64, 8
@@ -28,10 +27,6 @@ def prepare(loss: ClassLoss) -> None:
 def padded(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Rows get a constant further feature: of width 1 they would stand at angle 0 or π to weights, where angles jump."""
     return F.pad(F.pad(z, (0, 1), value=0.5), (0, WIDTH - 1 - z.shape[1])), labels
-
-
-def both_modalities(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    return zoo_softmax.two_towers(*padded(z, labels))
 
 
 def cosines(z: Tensor, centers: int = 1) -> Tensor:
@@ -80,10 +75,6 @@ def dense_proxy_anchor(z: Tensor, labels: Tensor) -> Tensor:
     return positive[own.any(0)].mean() + negative.mean()
 
 
-def dense_p2s_grad(z: Tensor, labels: Tensor) -> Tensor:
-    return F.mse_loss(cosines(z)[..., 0], _one_hot(labels))
-
-
 def dense_large_margin(z: Tensor, labels: Tensor, margin: int = 4, normalize_weights: bool = False) -> Tensor:
     w, target = fixed_weights(), labels[:, None]
     w = F.normalize(w, dim=1) if normalize_weights else w
@@ -94,14 +85,8 @@ def dense_large_margin(z: Tensor, labels: Tensor, margin: int = 4, normalize_wei
     return F.cross_entropy(logits.scatter(1, target, own), labels)
 
 
-def dense_instance(x: Tensor, y: Tensor, labels: Tensor, temperature: Any = 1.0, normalize: bool = False) -> Tensor:
-    x, y, w = (F.normalize(rows, dim=1) if normalize else rows for rows in (x, y, fixed_weights()))
-    return sum(F.cross_entropy(rows @ w.T / temperature, labels) for rows in (x, y))
-
-
 def of_classes(name: str, dense: Callable[..., Tensor], **fixed: Any) -> Entry:
-    arguments = both_modalities if name.startswith("Instance") else padded
-    return row(name, dense, "labels", arguments, prepare=prepare, num_classes=CLASSES, embedding_size=WIDTH, **fixed)
+    return row(name, dense, "labels", padded, prepare=prepare, num_classes=CLASSES, embedding_size=WIDTH, **fixed)
 
 
 ENTRIES = [
@@ -112,9 +97,6 @@ ENTRIES = [
     of_classes("ArcFace, sub-centers", dense_arc_face, sub_centers=3),
     of_classes("SoftTriple", dense_soft_triple, sub_centers=3),
     of_classes("ProxyAnchor", dense_proxy_anchor),
-    of_classes("P2SGrad", dense_p2s_grad),
-    of_classes("Instance", dense_instance),
-    of_classes("Instance, unit rows", dense_instance, normalize=True),
     of_classes("LargeMarginSoftmax", dense_large_margin),
     of_classes("SphereFace", dense_large_margin, margin=3, normalize_weights=True),
 ]

@@ -222,6 +222,9 @@ def _by_hand(native: str) -> str:
     return f"construct contrastive_zoo.{native} by name."
 
 
+_NO_FORMULA = "this library has no such formula."
+
+
 _cosine, _unit_squared = of_unit_rows(similarity), of_unit_rows(squared_euclidean)
 _margin_and_scale = numbers("margin", "scale")
 _margins = numbers("pos_margin", "neg_margin")
@@ -234,15 +237,15 @@ LOSSES: dict[type[nn.Module], Native | str] = {
     losses.ContrastiveLoss: Native(Contrastive, (_margins, any_metric), AVERAGES),
     losses.CosFaceLoss: Native(CosFace, (_margin_and_scale, _cosine)),
     losses.CrossBatchMemory: "translate its loss, and wrap that in this library's CrossBatchMemory.",
-    losses.DynamicSoftMarginLoss: _by_hand("DynamicSoftMargin"),
+    losses.DynamicSoftMarginLoss: _NO_FORMULA,
     losses.FastAPLoss: Native(FastAP, (lambda x: {"num_bins": x.num_bins}, squared_euclidean)),
     losses.GeneralizedLiftedStructureLoss: "anchors without a positive count with the half of the formula they have.",
-    losses.HistogramLoss: _by_hand("Histogram"),
-    losses.InstanceLoss: "Instance of this library is another function, a classifier of instances.",
-    losses.IntraPairVarianceLoss: _by_hand("IntraPairVariance"),
+    losses.HistogramLoss: _NO_FORMULA,
+    losses.InstanceLoss: _NO_FORMULA,
+    losses.IntraPairVarianceLoss: _NO_FORMULA,
     losses.LargeMarginSoftmaxLoss: _by_hand("LargeMarginSoftmax"),
     losses.LiftedStructureLoss: Native(LiftedStructure, (_margins, euclidean)),
-    losses.ManifoldLoss: "this library has no such formula.",
+    losses.ManifoldLoss: _NO_FORMULA,
     losses.MarginLoss: Native(
         Margin, (numbers("margin"), thresholds_by_class, euclidean), DIVISOR),
     losses.MultiSimilarityLoss: Native(MultiSimilarity, (numbers("alpha", "beta", "base"), similarity)),
@@ -251,7 +254,7 @@ LOSSES: dict[type[nn.Module], Native | str] = {
     # with labels the loss leaves an anchor's other positives out of the denominator, as SINCERE does
     losses.NTXentLoss: Native(SINCERE, (_temperature, similarity, lambda _: {"average": "pairs"})),
     losses.NormalizedSoftmaxLoss: Native(NormalizedSoftmax, (_temperature, _cosine)),
-    losses.P2SGradLoss: _by_hand("P2SGrad"),
+    losses.P2SGradLoss: _NO_FORMULA,
     losses.PNPLoss: _by_hand("PNP"),
     losses.ProxyAnchorLoss: Native(ProxyAnchor, (numbers("margin", "alpha"), _cosine), DIVISOR),
     losses.ProxyNCALoss: Native(ProxyNCA, (_softmax_scale, _unit_squared)),

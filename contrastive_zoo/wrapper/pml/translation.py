@@ -32,10 +32,10 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
         >>> native = to_native(losses.TripletMarginLoss(0.2), miners.BatchHardMiner())
         >>> native.margin, native.mining
         (0.2, 'hard')
-        >>> to_native(losses.HistogramLoss())
+        >>> to_native(losses.PNPLoss())
         Traceback (most recent call last):
         ...
-        ValueError: HistogramLoss has no exact translation: construct contrastive_zoo.Histogram by name.
+        ValueError: PNPLoss has no exact translation: construct contrastive_zoo.PNP by name.
     """
     try:
         return _translate(loss, miner)
