@@ -111,8 +111,7 @@ def cached(put: Put) -> Any:
 
 
 def messages(put: Put) -> Any:
-    x, labels = samples()
-    x = put(x).requires_grad_()
+    x = put(samples()[0]).requires_grad_()
     gathered = cz.collectives.all_gather(x)
     scattered = cz.collectives.reduce_scatter(gathered)
     total = (
@@ -122,7 +121,7 @@ def messages(put: Put) -> Any:
     )
     (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
     collated = cz.data.CollateEmptyBatches({"x": put(torch.ones(2)), "y": 5})([])
-    return gathered, scattered, total, gradient, cz.engine.pair_masks(put(labels)).positive, collated
+    return gathered, scattered, total, gradient, collated
 
 
 def mined(put: Put) -> Any:
@@ -141,7 +140,7 @@ def messages_of_one_rank(put: Put) -> Any:
     total = cz.collectives.broadcast(x.sum(0))
     shared = cz.collectives.replicated(x.mean().detach().requires_grad_())
     (gradient,) = torch.autograd.grad(total.square().sum(), x)
-    return total, gradient, shared, cz.engine.global_sample_ids(len(x), views=2)
+    return total, gradient, shared
 
 
 def in_a_ring(put: Put) -> Any:

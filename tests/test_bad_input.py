@@ -440,11 +440,6 @@ BETWEEN: list[tuple[int, Callable[[], Any], str]] = [
         "average_gradients: … got generator. Pass the model itself",
     ),
     (2, lambda: averaged(sharded(), with_gradients=False), "are DTensors (weight) … leave average_gradients out"),
-    # masks
-    (2, lambda: cz.engine.pair_masks(torch.ones(2)), "one integer per row … float32 [2] … ids.long()"),
-    (2, lambda: cz.engine.pair_masks(last(torch.ones(2), torch.arange(2))), "rank 1: … float32 [2]"),
-    (2, lambda: cz.engine.global_sample_ids(-rank()), "rank 1: … n >= 0 and views >= 1 … n=-1"),
-    (2, lambda: cz.engine.global_sample_ids(2, views=1 + rank()), "disagree on views … has 1 … has 2"),
     # collectives
     (3, lambda: C.broadcast([1.0]), "broadcast: x must be a tensor, got list."),
     *((3, lambda f=f: f(torch.tensor(1.0)), "at least one dimension") for f in (C.all_gather, C.reduce_scatter)),

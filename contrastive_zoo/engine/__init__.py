@@ -1,14 +1,11 @@
 """Compute losses without holding the N × N matrix. An engine knows no loss; a loss knows no engine's tiling."""
 
 from contrastive_zoo.engine.implementation import plain_formulas, use_implementation
-from contrastive_zoo.engine.masks import global_sample_ids, pair_masks
 from contrastive_zoo.engine.tiling import keep_freed_memory, memory_budget
 
 __all__ = [
-    "global_sample_ids",
     "keep_freed_memory",
     "memory_budget",
-    "pair_masks",
     "plain_formulas",
     "use_implementation",
 ]

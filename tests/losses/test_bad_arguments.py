@@ -197,7 +197,6 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.LearnableTemperature(0.001), "1 / max_scale … 0.001 … max_scale=100"),
     (lambda: cz.SIGReg(3, num_slices=HUGE)(Z), "SIGReg: num_slices must be a float, or an integer up to 2**53"),
     (lambda: cz.data.GlobalBatchSampler(HUGE, batch_size=2), "num_samples is below 2**60"),
-    (lambda: cz.engine.global_sample_ids(4, views=HUGE), "n · views <= 1000000000, got n=4"),
     (lambda: hard_negatives(num_negatives=2**70), "num_negatives is an integer, 1 … 1000000"),
     (lambda: hard_negatives(absolute_margin=True), "scores and margins are numbers"),
     (lambda: hard_negatives(queries=np.array(["a", "b"])), "queries must be a tensor"),
