@@ -5,7 +5,6 @@ python benchmarks/ring.py [--docs] [--ranks 4] [--rows 8192] [--width 512] [name
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ LABELLED = ("SupSigmoid", "SupCon")
 LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     **{name: (getattr(cz, name), "views") for name in VIEWS},
     **{name: (getattr(cz, name), "labels") for name in LABELLED},
-    "MILNCE": (partial(cz.MILNCE, normalize=True, temperature=0.1), "texts"),
 }
 SIGLIP = ("gathered", "ring", "open_clip")
 

@@ -202,7 +202,6 @@ READS = {
     "Triplet, semi-hard and soft": "the number of positives of an anchor",
     "SmoothAP": "the number of positives of an anchor",
     "Angular": "the number of positives of an anchor",
-    "PNP": "the number of positives of an anchor",
     "MaxSim": "the numbers of tokens",
 }
 """What some losses need to know before they compute; :func:`reading` calls the other losses of a family by their names."""

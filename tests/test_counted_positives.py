@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ LISTING: dict[str, Callable[..., nn.Module]] = {
     "semi-hard and soft": partial(cz.Triplet, soft=True, mining="semi-hard", margin=0.5),
     "SmoothAP": partial(cz.SmoothAP, temperature=0.3),
     "SmoothAP, with self": partial(cz.SmoothAP, temperature=0.3, with_self=True),
-    "PNP, with self": partial(cz.PNP, variant="Ds", temperature=0.3, with_self=True),
     "Angular": cz.Angular,
 }
 """Losses whose work grows with the number of positives."""
@@ -75,7 +75,7 @@ def assert_equal_to_formula(found: list[Any], loss: nn.Module, rows: list[Tensor
         torch.testing.assert_close(found, value_and_gradients(loss, rows), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "reduction"), [*zip(LISTING, ["mean", "none"] * 3, strict=True)])
+@pytest.mark.parametrize(("name", "reduction"), [*zip(LISTING, cycle(["mean", "none"]), strict=False)])
 def test_the_number_of_positives_is_read_once(name: str, reduction: str) -> None:
     loss = LISTING[name](reduction=reduction)
     found, reads = on_accelerator(loss, batch())

@@ -66,15 +66,6 @@ def of_mnrl(q: Tensor, k: Tensor) -> Softmaxes:
     return [(pair, torch.cat([without(n, x) for x in (q @ k.T, k @ q.T, q @ q.T)], 1))]
 
 
-def of_mil_nce(v: Tensor, *texts: Tensor) -> Softmaxes:
-    own = torch.stack([(v * y).sum(1) for y in texts], 1)
-    return [(own, torch.cat([without(len(v), s) for y in texts for s in (v @ y.T, y @ v.T)], 1))]
-
-
-def our_mil_nce(a: Tensor, *texts: Tensor, **settings: Any) -> Tensor:
-    return called(cz.MILNCE, normalize=True)(a, torch.stack(texts, 1), **settings)
-
-
 def labelled(kind: Any, scale: float = 1.0, **fixed: Any) -> Callable[..., Tensor]:
     def loss(*rows: Tensor, temperature: float, **settings: Any) -> Tensor:
         labels = torch.arange(len(rows[0])).repeat(len(rows))
@@ -159,7 +150,6 @@ TILED = {
     "InfoNCE": Solved(called(cz.InfoNCE), of_info_nce),
     "CLIP": Solved(our_clip, of_clip),
     "MNRL": Solved(our_mnrl, of_mnrl, times=2),
-    "MILNCE": Solved(our_mil_nce, of_mil_nce, views=3, several_match=True),
 }
 
 LOSSES = {

@@ -104,8 +104,8 @@ Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_do
 class TowerPairs(_Pairs):
     """Similarities q_i·k_j / t of two towers, whose embeddings of the same index are positives of each other.
 
-    The first two of the batch's embeddings are the towers, [n, d], or keys [n, k, d], k of each query; the third, if
-    there is one, further negatives: [m, d] of all queries, or [n, m, d] of one query each.
+    The first two of the batch's embeddings are the towers, [n, d]; the third, if there is one, further negatives: [m, d] of
+    all queries, or [n, m, d] of one query each.
     """
 
     def cross_entropy(
@@ -121,7 +121,7 @@ class TowerPairs(_Pairs):
         q, k, *extra = self.rows
         other_queries = None
         if in_batch_negatives:
-            other_keys, other_queries, (positive,) = self.sums(symmetric=symmetric)
+            other_keys, other_queries, positive = self.sums(symmetric=symmetric)
             others = [other_keys]
         else:
             positive = self.scale * (q * k).sum(-1)
@@ -138,22 +138,20 @@ class TowerPairs(_Pairs):
 
     def sums(
         self, *, symmetric: bool = False
-    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " k"] | None, list[Float[Tensor, " n"]]]:
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None, Float[Tensor, " n"]]:
         """Return log-sum-exps over other queries' keys, over other keys' queries if asked, and positives' logits."""
-        samples, (q, k, *_) = self.batch.samples, self.rows
-        count = k.shape[1] if k.ndim == 3 else 1
-        return log_sum_exps(
-            q, k.flatten(0, -2), factors=self._factors(0, 1), row_shards=samples, column_shards=samples.times(count),
-            columnwise=symmetric, partners=Partners(range(count), count), gathered=self._gather_shared(1),
-            **self._settings,
+        other_keys, other_queries, (positive,) = log_sum_exps(
+            *self.rows[:2], factors=self._factors(0, 1), row_shards=self.batch.samples, columnwise=symmetric,
+            partners=Partners([0]), gathered=self._gather_shared(1), **self._settings,
         )  # fmt: skip
+        return other_keys, other_queries, positive
 
     def sums_by_direction(
         self, directions: Collection[Direction]
     ) -> tuple[dict[Direction, Float[Tensor, " n"]], Float[Tensor, " n"]]:
         """Return each direction's log-sum-exps over all but the pair itself, and the positives' logits."""
         batch = self.batch
-        over_keys, over_queries, (positive,) = self.sums(symmetric="doc_to_query" in directions)
+        over_keys, over_queries, positive = self.sums(symmetric="doc_to_query" in directions)
         for index, shards in enumerate(self.negative_shards, 2):
             if shards.total:  # otherwise messages of no rows
                 further = self.sum_over(index)
@@ -179,7 +177,7 @@ class TowerPairs(_Pairs):
         )[0]  # fmt: skip
 
     def _factors(self, rows: int, columns: int) -> tuple[Tensor, Tensor] | None:
-        return None if self.factors is None else (self.factors[rows], self.factors[columns].flatten(0, -2))
+        return None if self.factors is None else (self.factors[rows], self.factors[columns])
 
     def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
         """Reduce ``-logsigmoid(±(q_i·k_j / t + bias)).sum(1)`` over all queries: + for the own key, − for others."""

@@ -18,14 +18,13 @@ from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
 
 @dataclass(frozen=True)
 class Partners:
-    """The columns stride · i + offset of the local block are the partners of row i, for each offset.
+    """The columns i + offset of the local block are the partners of row i, for each offset.
 
     Sweeps leave them out of the sums: a partner's logit would cancel against the log-sum-exp that contains it, and its
     weight 1 − p against the others' weights, of which float32 holds no digit where a batch is solved at a low temperature.
     """
 
     offsets: Sequence[int] = ()
-    stride: int = 1
 
     def products(self, rows: Tensor, columns: Tensor) -> list[Tensor]:
         """Return the products of rows and their partners, by offset."""
@@ -43,20 +42,19 @@ class Partners:
 
     def _pairs(self, rows: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the rows that have a partner, and the partners, by offset."""
-        partners = [columns[offset :: self.stride][: len(rows)] for offset in self.offsets]
+        partners = [columns[offset:][: len(rows)] for offset in self.offsets]
         return [(rows[: len(x)], x) for x in partners]
 
     def fill(self, tile: Tensor, value: float | bool, i: slice, j: slice, *, mirrored: bool) -> None:
         """Write a value over partners in the tile of rows i and columns j; ``mirrored``: on one tower's diagonal."""
         down, right = tile.stride()
         for offset in self.offsets:
-            first, last = (-((offset - start) // self.stride) for start in (j.start, j.stop))
-            first, last = max(i.start, first), min(i.stop, last)
-            row, column = first - i.start, offset + self.stride * first - j.start
+            first, last = max(i.start, j.start - offset), min(i.stop, j.stop - offset)
+            row, column = first - i.start, first + offset - j.start
             for below, after in ((row, column), (column, row))[: 1 + mirrored]:
                 if first < last:
                     start = tile.storage_offset() + below * down + after * right
-                    tile.as_strided((last - first,), (down + self.stride * right,), start).fill_(value)
+                    tile.as_strided((last - first,), (down + right,), start).fill_(value)
 
 
 class Pass(NamedTuple):

@@ -36,31 +36,6 @@ def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     return matrix - matrix.diagonal().diag()
 
 
-@without_autocast
-def eigenvalues(matrix: Float[Tensor, "... d d"]) -> Float[Tensor, "... d"]:
-    result: Tensor = _Eigenvalues.apply(matrix)
-    return result
-
-
-class _Eigenvalues(Function):
-    """Compute λ, and dA = V diag(dλ) Vᵀ."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        if not ctx.needs_input_grad[0]:
-            return torch.linalg.eigvalsh(matrix)
-        values, vectors = torch.linalg.eigh(matrix)
-        ctx.save_for_backward(matrix, vectors)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        matrix, vectors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # of a second derivative, in which vectors depend on the matrix
-            vectors = torch.linalg.eigh(matrix).eigenvectors
-        return matmul(vectors * gradient.unsqueeze(-2), vectors.mT)
-
-
 @torch.no_grad()
 @without_autocast
 def balanced_assignment(

@@ -16,7 +16,7 @@ from contrastive_zoo.losses.class_softmax import (
 from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
 from contrastive_zoo.losses.distillation import ClipDistillation, MarginMSE, ScoreDistillation
-from contrastive_zoo.losses.info_nce import MILNCE, Clip, InfoNCE
+from contrastive_zoo.losses.info_nce import Clip, InfoNCE
 from contrastive_zoo.losses.max_sim import MaxSim, MaxSimPairwise
 from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
@@ -30,8 +30,8 @@ from contrastive_zoo.losses.pair_margins import (
     SignalToNoise,
     ThresholdConsistentMargin,
 )
-from contrastive_zoo.losses.ranking import PNP, FastAP, SmoothAP
-from contrastive_zoo.losses.redundancy import MMCR, BarlowTwins, TiCo, VICReg
+from contrastive_zoo.losses.ranking import FastAP, SmoothAP
+from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV
 from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
@@ -47,7 +47,7 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DCLW", "DINO", "GIST", "HCL", "MILNCE", "MMCR", "MNRL", "NCA", "NNCLR", "PNP", "SINCERE",
+    "DCL", "DCLW", "DINO", "GIST", "HCL", "MNRL", "NCA", "NNCLR", "SINCERE",
     "AlignUniform", "AnglE", "Angular", "ArcFace", "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT",
     "Contrastive", "CosFace", "CrossBatchMemory", "Debiased", "FastAP",
     "GeneralizedLiftedStructure", "InfoNCE", "KoLeo",

@@ -1,9 +1,5 @@
 """Softmax over two towers: InfoNCE, CLIP and MIL-NCE."""
 
-import math
-from typing import Literal
-
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -11,11 +7,9 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry, Pairs
 from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature, field
-from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
 
 
@@ -131,52 +125,3 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
         return pairs.cross_entropy(self.reduction, symmetric=True)
-
-
-class MILNCE(Loss, engine="softmax"):
-    r"""Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
-
-    Called as ``loss(videos, texts)``, [n, d] and [n, k, d], the same k everywhere.
-    With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
-
-        P_i = Σ_k exp(v_i·y_ik / t)
-        N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
-        loss = mean_i [ log(P_i + N_i) − log P_i ]
-
-    Args:
-        temperature: t; the paper has none.
-        denominator: ``"exact"``, the paper's; or ``"reference"``, log(2 P_i + N_i) as in the authors' code, where the loss
-            of a perfect model is log 2.
-        normalize: the paper does not.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-
-    Examples:
-        >>> MILNCE()(torch.eye(2), torch.eye(2)[:, None])   # log(e + 2) − 1
-        tensor(0.5514)
-
-    Source: Miech et al. 2020, eq. 1, https://arxiv.org/abs/1912.06430
-    """
-
-    temperature: Temperature = 1.0
-    denominator: Literal["exact", "reference"] = "exact"
-    normalize: bool = False
-    reduction: Reduction = "mean"
-
-    def inputs(self, videos: Float[Tensor, "n d"], texts: Float[Tensor, "n k d"]) -> Inputs:
-        return Inputs({"videos": videos, "texts": texts}, candidates_problem("texts", texts, at_least=1))
-
-    def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(anchors=("videos",), candidates=("texts",))
-
-    def compute(self, batch: Batch) -> Tensor:
-        pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
-        other_texts, other_videos, positives = pairs.sums(symmetric=True)
-        assert other_videos is not None  # because it is symmetric
-        of_video = other_videos.view(batch.rows["texts"].shape[:2])
-        negative = log_sum_exp(torch.cat([other_texts[:, None], of_video], 1), 1)
-        positive = torch.stack(positives).logsumexp(0)
-        if self.denominator == "reference":  # log(2 P + N) − log P = log 2 + log(1 + N / 2P)
-            losses = math.log(2) + cross_entropy(positive, negative - math.log(2))
-        else:
-            losses = cross_entropy(positive, negative)
-        return batch.reduce(losses, reduction=self.reduction)

@@ -1,14 +1,12 @@
 """Ranking: soft average precision, and histograms of similarities."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.loss_base.row_loss import RowLoss
-from contrastive_zoo.loss_base.settings import Bins, Positive, Temperature
+from contrastive_zoo.loss_base.settings import Bins, Temperature
 
 
 class _SoftRanks(RowLoss):
@@ -68,51 +66,6 @@ class SmoothAP(_SoftRanks):
     def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
         # both sums contain sigmoid(0) = ½ of the positive itself
         return 1 - (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
-
-
-PNPVariant = Literal["O", "Iu", "Ib", "Ds", "Dq"]
-
-
-class PNP(_SoftRanks):
-    r"""Compute a function of the soft number of negatives before each positive, the mean over an anchor's positives.
-
-        R_ip = Σ_{n∈N(i)} σ((s_in − s_ip) / τ)
-        loss_i = mean_{p∈P(i)} f(R_ip)
-
-        f(R) = R  (O),  (1 + R) log(1 + R)  (Iu),  (bR − log(1 + bR)) / b²  (Ib),  log(1 + R)  (Ds),  1 − (1 + R)^−α  (Dq)
-
-    averaged over the anchors with a positive.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers, or with views, [n, views, d].
-
-    Args:
-        variant: f. The first three grow faster than R or as fast, the last two slower.
-        temperature: τ > 0, in units of similarity.
-        alpha: α > 0, used by ``"Dq"``.
-        b: b > 0, used by ``"Ib"``.
-        with_self: whether the anchor is one of its own positives, as in pytorch-metric-learning.
-        normalize: normalise embeddings to unit length first.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-
-    Examples:
-        >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
-        >>> PNP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1; row 1 sees a tie: ½
-        tensor(0.7500)
-
-    Source: Li et al. 2021, https://arxiv.org/abs/2102.04640
-    """
-
-    variant: PNPVariant = "O"
-    alpha: Positive = 1.0
-    b: Positive = 2.0
-
-    def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
-        r = before.where(negative, 0).sum(1)
-        if self.variant == "Ib":
-            return (self.b * r - torch.log1p(self.b * r)) / self.b**2
-        if self.variant == "Dq":
-            return 1 - (1 + r) ** -self.alpha
-        return {"O": lambda: r, "Iu": lambda: (1 + r) * torch.log1p(r), "Ds": lambda: torch.log1p(r)}[self.variant]()
 
 
 class FastAP(RowLoss):

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry
-from contrastive_zoo.engine.precision import matmul, without_autocast
-from contrastive_zoo.engine.statistics import centered, eigenvalues, off_diagonal, second_moments, squared_sums
-from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
+from contrastive_zoo.engine.statistics import centered, off_diagonal, second_moments, squared_sums
+from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Momentum, NonNegative, Number, Positive, Size, field
 from contrastive_zoo.loss_base.state import Stateful, move_towards
@@ -163,47 +162,3 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
         betas, moments, counts = zip(*calls, strict=True)
         mean = torch.stack([count / sum(counts) * x for x, count in zip(moments, counts, strict=True)]).sum(0)
         move_towards(self.covariance, mean, 1 - betas[-1])
-
-
-class MMCR(ViewLoss, engine="statistics"):
-    r"""Compute minus the nuclear norm of the samples' centroids plus the mean nuclear norm of each sample's views.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d].
-    With Z_i the matrix [V, d] of unit embeddings of the V views of sample i, c_i their mean, C the centroids of all ranks,
-    [N, d], and σ_k(·) the singular values of a matrix,
-
-        loss = −Σ_k ( √(σ_k(C)² + ε) − √ε )  +  λ mean_i Σ_k ( √(σ_k(Z_i)² + ε) − √ε )
-
-    For ε → 0 these are nuclear norms, which have no gradient where a singular value is 0: if embeddings repeat, lie on a
-    line, or views are equal. This sum has one, and differs by at most √ε per singular value that is not 0. Rounding by u N
-    for numbers of precision u moves value and gradient by at most u N/√ε per singular value of 0.
-
-    Args:
-        lambda_: λ; 0 leaves the views' norms out. lightly's default is 0.005.
-        eps: ε > 0. The default is for float64, in which splits over ranks agree to 1e-10 up to N = 1,000; choose a larger
-            one in float32.
-
-    Examples:
-        >>> MMCR(lambda_=1.0, eps=1e-12)(torch.eye(2), torch.eye(2))   # −(1 + 1) + √2
-        tensor(-0.5858)
-
-    Source: Yerxa et al. 2023, eq. 4, https://arxiv.org/abs/2303.03307
-    """
-
-    lambda_: Number = 0.0
-    eps: Positive = 1e-6
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        return [stated.held(4.4), *stated.products(), *self.reduced()]
-
-    def compute(self, batch: Batch) -> Tensor:
-        z, eps = torch.stack([batch.prepared(x, normalize=True) for x in batch.rows.values()], 1), batch.settings.eps
-        centroids = z.mean(1)
-        spread = _smooth_nuclear_norm(second_moments(batch, centroids, centroids), eps)
-        return batch.settings.lambda_ * batch.reduce(_smooth_nuclear_norm(matmul(z, z.mT), eps)) - spread
-
-
-@without_autocast
-def _smooth_nuclear_norm(squares: Float[Tensor, "... k k"], eps: float) -> Float[Tensor, "..."]:
-    """Return Σ_k (√(λ_k + ε) − √ε) of the eigenvalues of symmetric matrices, of which rounding makes some negative."""
-    return ((eigenvalues(squares).clamp(min=0) + eps).sqrt() - eps**0.5).sum(-1)

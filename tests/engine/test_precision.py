@@ -6,12 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 
 from contrastive_zoo.engine.precision import matmul_rounding
-from contrastive_zoo.engine.statistics import eigenvalues
-from tests.helpers import close, numbers
 
 MATMUL = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
@@ -69,16 +65,3 @@ def test_threads_leave_the_setting_as_the_first_found_it() -> None:
         one.result()
         assert other.result() == "bf16"  # still rounded, while one is within
     assert matmul.fp32_precision == at_first
-
-
-def symmetric(x: Tensor) -> Tensor:
-    """A positive definite matrix, or several, of any square matrices."""
-    return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype)
-
-
-@pytest.mark.parametrize("shape", [(4, 4), (3, 2, 2)])
-def test_eigenvalues_have_two_derivatives(shape: tuple[int, ...]) -> None:
-    x = numbers(*shape, seed=1).requires_grad_()
-    close(eigenvalues(symmetric(x)), torch.linalg.eigvalsh(symmetric(x)))
-    assert gradcheck(lambda x: eigenvalues(symmetric(x)), x)
-    assert gradgradcheck(lambda x: eigenvalues(symmetric(x)), x)

@@ -36,7 +36,6 @@ class Options:
     unit_norm: bool = False
     dtype: torch.dtype | None = None
     partner_offsets: tuple[int, ...] = ()
-    stride: int = 1
     excludes: bool = False
 
     def excluded(self, n: int) -> Tensor | None:
@@ -73,8 +72,7 @@ OPTIONS = [
     Options(excludes=True, scale=900.0, tile_bytes=64, keep=2**20),
     Options(excludes=True, scale=900.0, partner_offsets=(1,), ring=True),
     Options(partner_offsets=(1, 0)),
-    Options(partner_offsets=(0, 1, 3), stride=2),
-    Options(partner_offsets=(4, 1), stride=3, tile_bytes=64),
+    Options(partner_offsets=(4, 1), tile_bytes=64),
     Options(scale=900.0, partner_offsets=(0, 2, 3), tile_bytes=64, keep=2**20),
     # rows that came in 16 bits
     Options(dtype=torch.bfloat16, partner_offsets=(0, 1)),
@@ -100,9 +98,9 @@ def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[in
     """Σ w·R + Σ v·C + Σ w·P of one process, and its gradients by rows, columns and scale."""
     n, m = sum(sizes), sum(columns)
 
-    def diagonals(s: Tensor, columns: tuple[int, ...], steps: Sequence[int], stride: int = 1) -> list[list[Tensor]]:
+    def diagonals(s: Tensor, columns: tuple[int, ...], steps: Sequence[int]) -> list[list[Tensor]]:
         ranks = [(Shards(sizes, rank).local, Shards(columns, rank).local) for rank in range(len(sizes))]
-        return [[s[i, j][:, step::stride].diagonal() for step in steps] for i, j in ranks]
+        return [[s[i, j].diagonal(step) for step in steps] for i, j in ranks]
 
     def left_out(*partners: Any) -> Tensor:
         mask = torch.zeros(n, m, dtype=torch.bool)
@@ -121,7 +119,7 @@ def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[in
         r = s.masked_fill(torch.eye(n).bool() | mask | mask.T, -torch.inf).logsumexp(1)
         value = finite(w * r) + sum(map(weighed, diagonals(s, *partners)))
         return [value.detach(), *torch.autograd.grad(value, (a, scale))]
-    s, partners = scale * a @ b.T, (columns, options.partner_offsets, options.stride)
+    s, partners = scale * a @ b.T, (columns, options.partner_offsets)
     others = s.masked_fill(left_out(*partners), -torch.inf)
     value = finite(w * others.logsumexp(1)) + sum(map(weighed, diagonals(s, *partners)))
     if kind == "two towers":
@@ -153,7 +151,7 @@ def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int,
         r, c, p = softmax.log_sum_exps(
             a, b, factors=None if of_rows is None or of_columns is None else (of_rows, of_columns),
             row_shards=rows, column_shards=cols, columnwise=kind == "two towers",
-            partners=Partners(options.partner_offsets, options.stride), **settings,
+            partners=Partners(options.partner_offsets), **settings,
         )  # fmt: skip
         value = finite(w * r) + (0 if c is None else finite(v * c)) + weighed(p)
         return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]

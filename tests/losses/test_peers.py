@@ -277,12 +277,6 @@ OF_METRICS: dict[str, Peer] = {
         partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss, margin=3, scale=0.5)
     ),
     "SphereFace": Peer(partial(of_weights, cz.SphereFace, pml.SphereFaceLoss)),
-    **{
-        f"PNP, {variant}": of_units(
-            cz.PNP(variant=variant, temperature=0.1, with_self=True), pml.PNPLoss(variant=variant, anneal=0.1)
-        )
-        for variant in pml.PNPLoss.VARIANTS
-    },
 }  # fmt: skip
 
 
@@ -373,12 +367,6 @@ def lejepa(_: Tensor) -> tuple[Loss, Loss]:
     return ours, lambda *views: theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:]))
 
 
-def mmcr(_: Tensor) -> tuple[Loss, Loss]:
-    """Normalise before the peer's loss, and leave out the smoothing of ours."""
-    theirs = peer("lightly.loss.mmcr_loss.MMCRLoss")(lmda=0.5)
-    return cz.MMCR(lambda_=0.5, eps=1e-24), lambda *views: theirs(*torch.stack(unit(*views), 1).chunk(2, 1))
-
-
 OF_IMAGES: dict[str, Peer] = {
     "NTXent": lightly("ntx_ent_loss.NTXentLoss", cz.NTXent(temperature=0.5)),
     "DCL": lightly("dcl_loss.DCLLoss", cz.DCL(temperature=0.1)),
@@ -390,7 +378,6 @@ OF_IMAGES: dict[str, Peer] = {
     "TiCo": Peer(tico, 2),
     "SIGReg": Peer(sigreg),
     "LeJEPA": Peer(lejepa, 3),
-    "MMCR": Peer(mmcr, 4),
     "SwAV": Peer(swav, 3),
     "DINO": Peer(dino, 3),
     "Clip": open_clip("ClipLoss", cz.Clip(temperature=0.2), 5.0),

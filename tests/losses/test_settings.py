@@ -51,8 +51,8 @@ LEARNT = tuple(x for x in COLD if x is not None)
 KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     (
         "AlignUniform.t ArcFace.scale BarlowTwins.eps Circle.gamma ClipDistillation.teacher_temperature CosFace.scale "
-        "DINO.teacher_temperature KoLeo.eps LargeMarginSoftmax.scale LeJEPA.limit MMCR.eps MultiSimilarity.alpha "
-        "MultiSimilarity.beta PNP.alpha PNP.b ProxyAnchor.alpha SIGReg.limit SoftTriple.gamma "
+        "DINO.teacher_temperature KoLeo.eps LargeMarginSoftmax.scale LeJEPA.limit MultiSimilarity.alpha "
+        "MultiSimilarity.beta ProxyAnchor.alpha SIGReg.limit SoftTriple.gamma "
         "ScoreDistillation.teacher_temperature SoftTriple.la SphereFace.scale SwAV.epsilon VICReg.eps",
         (0.0, -1.0, *ANY),
     ),

@@ -142,14 +142,6 @@ def dense_threshold_consistent(z: Tensor, labels: Tensor) -> Tensor:
     return mean_over((0.9 - s)[positive & (s <= 0.9)]) + mean_over((s - 0.5)[negative & (s >= 0.5)])
 
 
-def dense_pnp(z: Tensor, labels: Tensor, temperature: float, variant: str = "O", with_self: bool = False) -> Tensor:
-    positive, negative = masks(labels)
-    relevant = positive | itself(z) if with_self else positive
-    ranks = (soft_order(z, temperature) * negative[:, None]).sum(2)
-    losses = 1 - (1 + ranks) ** -1.5 if variant == "Dq" else ranks
-    return mean_over((losses.where(relevant, 0).sum(1) / relevant.sum(1).clamp(min=1))[positive.any(1)])
-
-
 SIMILARITY = {"metric": "similarity", "pos_margin": 0.9, "neg_margin": 0.2}
 
 ENTRIES = [
@@ -177,6 +169,5 @@ ENTRIES = [
     row("SmoothAP", dense_smooth_ap, "labels", temperature=0.1),
     row("Angular", dense_angular, "labels"),
     row("ThresholdConsistentMargin", dense_threshold_consistent, "labels"),
-    row("PNP", dense_pnp, "labels", temperature=0.2),
-    row("PNP, Dq", dense_pnp, "labels", temperature=0.2, variant="Dq", alpha=1.5, with_self=True),
+    row("SmoothAP, with self", dense_smooth_ap, "labels", temperature=0.1, with_self=True),
 ]

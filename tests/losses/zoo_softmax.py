@@ -77,17 +77,6 @@ def dense_distillation(
     return (F.cross_entropy(s, targets[0]) + F.cross_entropy(s.T, targets[1])) / 2
 
 
-def candidates(query: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-    return query, torch.stack(others, 1)
-
-
-def dense_mil_nce(video: Tensor, texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
-    s = torch.stack([video @ text.T / temperature for text in texts.unbind(1)])
-    own, others = s.diagonal(dim1=1, dim2=2).T, torch.cat([s, s.mT]).masked_fill(itself(video), -torch.inf)
-    twice = [own] if denominator == "reference" else []
-    return (torch.cat([own, *twice, *others], 1).logsumexp(1) - own.logsumexp(1)).mean()
-
-
 def mined(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
     """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
     more = two[:, 0] > 0
@@ -328,8 +317,6 @@ ENTRIES: list[Entry] = [
     row("SINCERE, pairs", dense_sincere, "labels", average="pairs"),
     row("NCA", dense_nca, "labels"),
     row("TupletMargin", dense_tuplet_margin, "labels"),
-    row("MILNCE", dense_mil_nce, "views", candidates, 3),
-    row("MILNCE, reference", dense_mil_nce, "views", candidates, 3, denominator="reference"),
 ]
 
 ORDERED: list[Entry] = [

@@ -121,16 +121,6 @@ def dense_dino(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Tens
     return torch.stack([-(t[:, u] * s[:, v]).sum(1).mean() for u, v in pairs]).mean()
 
 
-def dense_mmcr(*views: Tensor) -> Tensor:
-    """From singular values, of which a matrix has as many as it has rows or columns."""
-
-    def norm(x: Tensor) -> Tensor:
-        return ((torch.linalg.svdvals(x).square() + 1e-6).sqrt() - 1e-3).sum()
-
-    z = torch.stack([F.normalize(view, dim=1) for view in views], 1)
-    return 0.5 * torch.stack([norm(x) for x in z]).mean() - norm(z.mean(1))
-
-
 def dense_nnclr(z1: Tensor, z2: Tensor, p1: Tensor, p2: Tensor, temperature: Any = 0.1) -> Tensor:
     loss, memory = torch.zeros(()), remembered().float().double()
     for z, p in ((z1, p2), (z2, p1)):
@@ -206,7 +196,6 @@ ENTRIES = [
     row("VICReg", dense_vicreg),
     row("BarlowTwins", dense_barlow_twins),
     row("AlignUniform", dense_align_uniform),
-    row("MMCR, three views", dense_mmcr, views=3, lambda_=0.5),
     row("NNCLR", dense_nnclr, "views", predicted, prepare=remember, size=7, embedding_size=WIDTH),
     row(
         "LeJEPA, three views", dense_lejepa, "views", widened, 3,

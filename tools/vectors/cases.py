@@ -98,7 +98,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, str], Iterable[dict[str, Any]]], ...] 
     ("info-nce-own-negatives", "InfoNCE", {**TOWERS, "negatives": "several"}, ({},)),
     ("sup-con", "SupCon", LABELLED, _SUP_CON_OPTIONS),
     ("sincere", "SINCERE", LABELLED, ({"reduction": "sum"},)),
-    ("mil-nce", "MILNCE", CATALOGUE["mil-nce"].kinds, ({"denominator": "reference", "normalize": True},)),
     ("max-sim", "MaxSim", _TOKENS, ({"token_reduction": "mean", "temperature": 0.02},)),
     ("siglip", "SigLIP", CATALOGUE["siglip"].kinds, (_LEARNT,)),
     ("triplet", "Triplet", LABELLED, _TRIPLET_OPTIONS),

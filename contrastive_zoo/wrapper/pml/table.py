@@ -255,7 +255,7 @@ LOSSES: dict[type[nn.Module], Native | str] = {
     losses.NTXentLoss: Native(SINCERE, (_temperature, similarity, lambda _: {"average": "pairs"})),
     losses.NormalizedSoftmaxLoss: Native(NormalizedSoftmax, (_temperature, _cosine)),
     losses.P2SGradLoss: _NO_FORMULA,
-    losses.PNPLoss: _by_hand("PNP"),
+    losses.PNPLoss: _NO_FORMULA,
     losses.ProxyAnchorLoss: Native(ProxyAnchor, (numbers("margin", "alpha"), _cosine), DIVISOR),
     losses.ProxyNCALoss: Native(ProxyNCA, (_softmax_scale, _unit_squared)),
     losses.RankedListLoss: Native(
