@@ -74,63 +74,24 @@ def compiled(
 
 
 def resources(binary: bytes) -> dict[str, int]:
-    """Registers, spills (instructions on local memory), and matrix instructions of Hopper and of Ampere."""
+    """Spills (instructions on local memory), and matrix instructions of Hopper and of Ampere."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        usage, code = (
-            subprocess.run(
-                [os.path.join(BINARIES, tool), *options, file.name], capture_output=True, text=True, check=True
-            )
-            for tool, *options in (("cuobjdump", "-res-usage"), ("nvdisasm",))
-        )
-    found = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
-    assert found is not None, usage
-    counts = {x: len(re.findall(rf"\b{x}\b", code.stdout)) for x in ("STL", "LDL", "HGMMA", "HMMA")}
-    return {
-        "registers": int(found[1]),
-        "spills": counts["STL"] + counts["LDL"],
-        "wgmma": counts["HGMMA"],
-        "mma": counts["HMMA"],
-    }
+        command = [os.path.join(BINARIES, "nvdisasm"), file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    counts = {x: len(re.findall(rf"\b{x}\b", code)) for x in ("STL", "LDL", "HGMMA", "HMMA")}
+    return {"spills": counts["STL"] + counts["LDL"], "wgmma": counts["HGMMA"], "mma": counts["HMMA"]}
 
 
 def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = False) -> list[dict[str, Any]]:
     found = []
     for name, kernel, given, copied in launches(capability, dtype, precision, inner=inner):
         built = compiled(kernel, {**given, "PRECISION": precision}, copied, NAMES[dtype], capability)
-        found.append({
-            "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": name,
-            "edge": given["EDGE"], **resources(built.asm["cubin"]), "shared": built.metadata.shared,
-        })  # fmt: skip
+        found.append({"kernel": name, **resources(built.asm["cubin"]), "shared": built.metadata.shared})
     return found
 
 
-EDGES = {0: "inner", 1: "edge", 2: "all"}
-
-HEAD = "| chip | rows | kernel | tiles | registers | spills | shared memory, KiB | matrix instructions |"
-
-
-def line(row: dict[str, Any]) -> str:
-    rows = row["dtype"] + (f", {row['precision']}" if row["dtype"] == "fp32" else "")
-    matrix = f"{row['wgmma']} wgmma" if row["wgmma"] else f"{row['mma']} mma"
-    cells = [row["chip"], rows, row["kernel"], EDGES[row["edge"]], row["registers"], row["spills"]]
-    return "| " + " | ".join(map(str, [*cells, round(row["shared"] / 1024), matrix])) + " |"
-
-
-PRECISIONS = (("bfloat16", "tf32"), ("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee"))
-
-
-def main() -> None:
-    if len(sys.argv) > 1:
-        chip, dtype, precision, *inner = sys.argv[1:]
-        json.dump(rows(int(chip), getattr(torch, dtype), precision, inner=bool(inner)), sys.stdout)
-        return
-    print(HEAD, "|---" * 8 + "|", sep="\n")
-    for chip in (90, 80):
-        for dtype, precision in PRECISIONS:
-            print(*map(line, rows(chip, getattr(torch, dtype), precision)), sep="\n", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    chip, dtype, precision, *inner = sys.argv[1:]
+    json.dump(rows(int(chip), getattr(torch, dtype), precision, inner=bool(inner)), sys.stdout)

@@ -1,7 +1,5 @@
 """Kernels that a step launches, counted on any rank of any number: what a launch does is not run here."""
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +15,6 @@ from contrastive_zoo.engine.softmax_sweep import Partners, Pass, Totals
 from contrastive_zoo.ranks.world import Shards, World
 
 pytest.importorskip("triton")
-
-import triton
 
 from contrastive_zoo.engine import softmax_kernels
 from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
@@ -110,27 +106,3 @@ def test_launches_for_each_rank_would_be_counted(launches: list[str], monkeypatc
 
     monkeypatch.setattr(GatherExchange, "windows", by_rank)
     assert most(STEPS["CLIP"], launches, 8) > 5 * MOST
-
-
-def of_triton(step: Callable[[Shards], None]) -> set[str]:
-    """Return the files of Triton whose functions the host calls in a step, besides those that describe tiles."""
-    files = set[str]()
-    sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename) if event == "call" else None)
-    try:
-        step(Shards((ROWS,), 0))
-    finally:
-        sys.setprofile(None)
-    return {
-        x for x in files if f"{os.sep}triton{os.sep}" in x and not x.endswith(("tensor_descriptor.py", "_utils.py"))
-    }
-
-
-@pytest.mark.parametrize("loss", STEPS)
-def test_launches_are_prepared_without_functions_of_the_compiler(loss: str, launches: list[str]) -> None:
-    """On the host one of these takes 30 times as long as an operation on integers: a sixth of the time of a launch."""
-    assert not of_triton(STEPS[loss])
-
-
-def test_a_function_of_the_compiler_would_be_noticed(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax, "cdiv", triton.cdiv)
-    assert of_triton(STEPS["CLIP"])

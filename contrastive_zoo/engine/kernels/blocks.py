@@ -109,7 +109,7 @@ ROWS = 128  # of other kernels
 
 @cache
 def tiles(dtype: torch.dtype, precision: str, capability: int, kernel: str = "") -> tuple[Tile, Tile]:
-    """Return the tiles without and with masks, as large as registers allow without spills (see the tests' table)."""
+    """Return the tiles without and with masks, as large as registers allow without spills, which tests count."""
     if dtype == torch.float32 and precision == "ieee":
         return Tile(64, 64, 16, 8, 2), Tile(64, 64, 16, 8, 2)
     depth = 128 // dtype.itemsize
