@@ -251,21 +251,3 @@ def test_frozen_tokens_need_no_gradient(frozen: str) -> None:
     found, expected = (torch.autograd.grad(loss(**rows), trained) for loss in (cz.MaxSim(), dense_loss))
     for x, y in zip(found, expected, strict=True):
         close(x, y)
-
-
-def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
-    """Also with arguments by position, and prefixes of tokens."""
-    shards = (Shard(2, 1), Shard(3, 0, (4, 2, 1)))
-
-    def job() -> tuple[float, float]:
-        rows = rows_of(shards[dist.get_rank()], seed=20 * dist.get_rank())
-        total = cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()], weights=[1.0, 0.5])
-        prefixes = cz.Matryoshka(cz.MaxSim(), (2, WIDTH))
-        positional = [rows[name] for name in ORDER]
-        return cz.DistributedLoss(total)(*positional).item(), cz.DistributedLoss(prefixes)(**rows).item()
-
-    every = whole([rows_of(shard, seed=20 * rank) for rank, shard in enumerate(shards)])
-    short = {name: x[..., :2] if x.is_floating_point() else x for name, x in every.items()}
-    sums = dense_max_sim(**every) + 0.5 * dense_pairwise(**every), dense_max_sim(**every) + dense_max_sim(**short)
-    for found in worlds.run(2, job):
-        assert found == pytest.approx([x.item() for x in sums], abs=EXACT)

@@ -118,27 +118,6 @@ def test_nothing_n_by_n_is_held() -> None:
     torch.set_num_threads(threads)
 
 
-def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
-    """The number of negatives may differ between ranks, down to none, apart from the number of queries."""
-    q, d, x = (numbers(5, 3, seed=seed) for seed in range(3))
-    whole = cz.MNRL()(q, d, x[:3], torch.tensor([1, 3, 3])).item()
-
-    def job() -> float:
-        rank = torch.distributed.get_rank()
-        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), slice(rank, 1 + 2 * rank)
-        owners = torch.ones(1 + rank, dtype=torch.int64)  # rows 1 and 3 of all
-        return cz.DistributedLoss(cz.MNRL())(q[mine], d[mine], x[mined], owners).item()
-
-    assert worlds.run(2, job) == pytest.approx([whole, whole], abs=1e-12)
-
-    def none_on_rank_0() -> float:
-        rank = torch.distributed.get_rank()
-        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), x[:0] if rank == 0 else x
-        return cz.DistributedLoss(cz.MNRL())(q[mine], d[mine], mined).item()
-
-    assert worlds.run(2, none_on_rank_0) == pytest.approx([cz.MNRL()(q, d, x).item()] * 2, abs=1e-12)
-
-
 def test_negatives_of_one_query_each_are_logits_beside_its_own_key() -> None:
     q, k, negatives = numbers(5, 4, seed=1), numbers(5, 4, seed=2), numbers(5, 3, 4, seed=3)
     logits = torch.einsum("nd,nmd->nm", q, torch.cat([k[:, None], negatives], 1)) / 0.3
