@@ -231,18 +231,6 @@ def test_the_goal_is_met_at_its_size() -> None:
             assert errors(name, 700, 0.01, noise)[0] <= GOAL
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "where"),
-    drawn([*TILED, "SupCon"], [torch.bfloat16, torch.float16], ["cached", "small"], one_in=2),
-    ids=str,
-)
-def test_16_bits_are_never_worse_than_plain_torch_in_16_bits(name: str, dtype: torch.dtype, where: str) -> None:
-    for t, noise in CONDITIONS[1:3]:
-        with path(where):
-            found, plain = errors(name, 100, t, noise, dtype)
-        assert found <= plain, (t, noise)
-
-
 SIZES = (100, 0, 120, 36)
 
 
