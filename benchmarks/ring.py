@@ -21,7 +21,7 @@ CLASSES = 512
 STEPS = 3
 
 VIEWS = ("SigLIP", "Clip", "InfoNCE", "NTXent", "MNRL", "AlignUniform")
-LABELLED = ("SupSigmoid", "SupCon")
+LABELLED = ("SupCon",)
 LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     **{name: (getattr(cz, name), "views") for name in VIEWS},
     **{name: (getattr(cz, name), "labels") for name in LABELLED},

@@ -165,7 +165,7 @@ def labelled_on_rank_0(put: Put) -> Any:
     labels = labels if dist.is_initialized() and dist.get_rank() else put(labels)
     wrapped = [
         cz.DistributedLoss(put(cz.SupCon(temperature=0.3))),
-        cz.DistributedLoss(put(cz.SupSigmoid()), ring=True),
+        cz.DistributedLoss(put(cz.SupCon()), ring=True),
         cz.DistributedLoss(put(cz.LiftedStructure()), check_finite=False),
         cz.DistributedLoss(put(cz.Triplet()), grad_reduction="sum"),
         cz.DistributedLoss(put(cz.ProxyAnchor(num_classes=4, embedding_size=4))),

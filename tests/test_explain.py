@@ -99,7 +99,6 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
     "negatives of a query": lambda n, d: (cz.InfoNCE(), [embeddings(n, d), embeddings(n, d), embeddings(n, 3, d)]),
     "symmetric": views(cz.InfoNCE(symmetric=True)),
     "views of a sample": lambda n, d: (cz.SupCon(temperature=learnt()), [embeddings(n, 3, d), labels(n)]),
-    "first views as anchors": lambda n, d: (cz.SupCon(contrast_mode="one"), [embeddings(n, 3, d), labels(n)]),
     "all directions": views(cz.MNRL(directions=ALL_DIRECTIONS)),
     "a masked MNRL": lambda n, d: (
         cz.MNRL(false_negative_margin=0.1),
@@ -208,7 +207,7 @@ HELD: list[tuple[tuple[str, ...], int, list[int], int, dict[str, Any]]] = [
     (
         ("three views", "views of 16 bits", "towers of 16 bits", "negatives of all queries", "views of a sample",
          "rows of 16 bits", "symmetric ids", "a masked MNRL", "a sum", "prefixes", "tokens", *FAMILIES,
-         "sup-sigmoid", "dcl", "circle"), 1024, [128] * 8, 2, {},
+         "dcl", "circle"), 1024, [128] * 8, 2, {},
     ),
     ((*FAMILIES, "circle"), 512, [128, 256, 64, 0, 256, 256, 0, 128], 1, {}),
     ((*FAMILIES, "views of 16 bits"), 512, [256] * 8, 2, {"ring": True}),

@@ -6,17 +6,16 @@ are reduced: the target's similarity and the log-sum-exp of the other classes.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import at_least_float32, matmul
-from contrastive_zoo.engine.tiling import row_blocks
+from contrastive_zoo.engine.tiling import recomputed, row_blocks
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.row_checks import safe_index
 from contrastive_zoo.ranks.world import Shards, World
@@ -114,8 +113,7 @@ class ClassPairs:
             parts = [(z, labels - x.start, part) for x, part in zip(blocks, weights.split(sizes), strict=True)]
         else:
             parts = [(*part, weights) for part in zip(z.split(sizes), labels.split(sizes), strict=True)]
-        again = partial(checkpoint, on_block, use_reentrant=False, preserve_rng_state=False)
-        first, second = zip(*(again(*part, scale) for part in parts), strict=True)
+        first, second = zip(*(recomputed(on_block, *part, scale) for part in parts), strict=True)
         return torch.cat(first), torch.cat(second)
 
     @cached_property

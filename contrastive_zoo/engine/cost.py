@@ -63,13 +63,11 @@ class Signs(NamedTuple):
     """A sigmoid of every pair; gradients are computed in the forward pass if the losses are reduced."""
 
     anchors: Names
-    candidates: Names = ()  # none: the anchors themselves, with labels
+    candidates: Names
     reduced: bool = True
 
     def note(self, to: Ledger) -> None:
         of = to.prepare(self.anchors, self.candidates)
-        if not self.candidates:
-            to.to_all("gather of labels", of.largest * SUM)
         if to.plan.arithmetic == "one operator":
             to.one_operator(of, self.anchors, 3)
             return
@@ -77,7 +75,7 @@ class Signs(NamedTuple):
             learns = self.reduced or backward
             if backward and not to.ring:
                 to.to_all("gather of candidates", of.largest * of.width * of.item, backward=True)
-            to.bring(self.candidates or self.anchors, of, of.item, backward=backward)
+            to.bring(self.candidates, of, of.item, backward=backward)
             if learns:
                 to.give_back("gradients of candidates", of, of.row, ring=to.ring, backward=backward)
                 to.sum("gradients of scale and bias", 2 * of.wide, backward=backward)

@@ -63,7 +63,7 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
     Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon and MNRL, on any number of ranks: float32, bfloat16 or float16
     embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0 or later. NTXent compares two views;
     InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; SupCon
-    has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no ``hardness_mode``, ids, ``false_negative_margin`` or
+    has ``variant="out"`` and no mask; MNRL no ``hardness_mode``, ids, ``false_negative_margin`` or
     direction ``doc_to_doc``.
 
     Args:

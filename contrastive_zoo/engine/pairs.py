@@ -55,19 +55,6 @@ class _Pairs:
         world, plan = self.batch.world, self.batch.plan
         return {"scale": self.scale, "unit_norm": self.normalize, "world": world, "arithmetic": plan.arithmetic}
 
-    def _sum_of_signs(
-        self, x: Tensor, y: Tensor | None, ids: Tensor | None, bias: float | Tensor, reduction: Reduction
-    ) -> Tensor:
-        batch, index = self.batch, 0 if y is None else 1
-        if batch.plan.is_plain:
-            loss, of_x = sigmoid_block_loss(self.temperature, bias), batch.indices() if ids is None else ids
-            return reduce_rows(batch, loss, x, of_x, candidates=y, reduction=reduction)
-        return sum_over_sigmoid_pairs(
-            x, y, ids, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
-            shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
-            gathered=self._gather_shared(index),
-        )  # fmt: skip
-
 
 class ViewPairs(_Pairs):
     """Similarities z_i·z_k / t of all views of all samples; the positives of an anchor are the other views of its sample."""
@@ -187,16 +174,18 @@ class TowerPairs(_Pairs):
                 batch, *batch.rows.values(), temperature=self.temperature, bias=bias, reduction=reduction
             )
         x, y = self.rows
-        return self._sum_of_signs(x, y, None, bias, reduction)
+        if batch.plan.is_plain:
+            loss = BlockLoss(_sigmoid, temperature=self.temperature, bias=bias)
+            return reduce_rows(batch, loss, x, batch.indices(), candidates=y, reduction=reduction)
+        return sum_over_sigmoid_pairs(
+            x, y, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
+            shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
+            gathered=self._gather_shared(1),
+        )  # fmt: skip
 
     @cached_property
     def negative_shards(self) -> list[Shards]:
         return [self.batch.shards[name] for name, x in self.batch.rows.items() if is_embedding(x)][2:]
-
-
-def sigmoid_block_loss(temperature: float | Tensor, bias: float | Tensor) -> BlockLoss:
-    """Return the sigmoid loss of a block of anchors: the dense definition, and the comparison with a memory."""
-    return BlockLoss(_sigmoid, temperature=temperature, bias=bias)
 
 
 def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -205,9 +194,6 @@ def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tens
     signed = logits.where(block.positive, -logits)
     pairs = -torch.nn.functional.logsigmoid(signed).where(block.positive | block.negative, 0)
     return pairs.sum(1), torch.ones_like(block.ids, dtype=torch.bool)
-
-
-ContrastMode = Literal["all", "one"]
 
 
 @dataclass(frozen=True)
@@ -258,27 +244,12 @@ class LabelledPairs(_Pairs):
         )  # fmt: skip
         return others, mean, positives
 
-    def reduce_rows(
-        self, loss: BlockLoss, reduction: Reduction, *, mask: Tensor | None = None, anchors: ContrastMode = "all"
-    ) -> Float[Tensor, "..."]:
-        """Reduce a loss of blocks, whose positives may be given by a mask, and whose anchors may be the first views only.
+    def reduce_rows(self, loss: BlockLoss, reduction: Reduction, *, mask: Tensor | None = None) -> Float[Tensor, "..."]:
+        """Reduce a loss of blocks, whose positives may be given by a mask.
 
         The rows of the mask [n, N] and the candidates' samples are the loss's companions.
         """
-        z, views, samples = self.embeddings, self.views, self.batch.samples
-        companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), self.samples)]
-        if anchors == "all":
-            return reduce_rows(
-                self.batch, loss, self.candidates, self.ids, times=views, companions=companions, reduction=reduction
-            )
-        first = slice(None, None, views)
-        positions = torch.arange(samples.start * views, samples.start * views + len(z), device=z.device)[first]
+        companions = [] if mask is None else [(mask.bool().repeat_interleave(self.views, 0), self.samples)]
         return reduce_rows(
-            self.batch, loss, z[first], self.ids[first], candidates=self.candidates, candidate_ids=self.ids,
-            candidate_shards=samples.times(views), own_candidates=positions,
-            companions=[(of_anchors[first], x) for of_anchors, x in companions], reduction=reduction,
-        )  # fmt: skip
-
-    def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
-        """Reduce ``-logsigmoid(±(z_i·z_j / t + bias)).sum(1)`` over all anchors: + for equal labels, − for others."""
-        return self._sum_of_signs(self.embeddings, None, self.ids, bias, reduction)
+            self.batch, loss, self.candidates, self.ids, times=self.views, companions=companions, reduction=reduction
+        )

@@ -1,6 +1,6 @@
 """Classify every pair of an anchor and a candidate as positive or negative: the core of SigLIP.
 
-With A the anchors and B the candidates of all ranks, z_ij = 1 for positives and −1 for negatives,
+With A the anchors and B the candidates of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
     X = scale · A Bᵀ + bias          L_i = Σ_j softplus(−z_ij X_ij)          G_ij = ∂L_i/∂X_ij = −z_ij σ(−z_ij X_ij)
     dA = scale · G B          dB = scale · Gᵀ A          dscale = Σ_i ⟨A_i, (G B)_i⟩          dbias = Σ_ij G_ij
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep, lengths
 from contrastive_zoo.engine.plan import Arithmetic
@@ -25,7 +24,6 @@ from contrastive_zoo.engine.tiling import tile_of, tile_scratch, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
-from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
 _LINEAR_FROM = 40.0  # softplus(x) = x from here on, in float64 too
@@ -33,8 +31,7 @@ _LINEAR_FROM = 40.0  # softplus(x) = x from here on, in float64 too
 
 def sum_over_sigmoid_pairs(
     anchors: Float[Tensor, "n d"],
-    candidates: Float[Tensor, "n d"] | None,
-    ids: Int[Tensor, " n"] | None = None,
+    candidates: Float[Tensor, "n d"],
     *,
     scale: float | Tensor,
     bias: float | Tensor,
@@ -48,13 +45,12 @@ def sum_over_sigmoid_pairs(
 ) -> Float[Tensor, "..."]:
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
-    Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal id
-    are positives. Other arguments are those of :func:`contrastive_zoo.engine.softmax.log_sum_exps`.
+    Row i of the local candidates is the positive of anchor i. Other arguments are those of
+    :func:`contrastive_zoo.engine.softmax.log_sum_exps`.
     """
-    all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
     of_both = None if factors is None else (factors[0], factors[-1])
     sweep = _Sweep(
-        row_shards=shards, column_shards=shards, world=world, factors=of_both, unit_norm=unit_norm, all_ids=all_ids,
+        row_shards=shards, column_shards=shards, world=world, factors=of_both, unit_norm=unit_norm,
         on_kernel=arithmetic == "kernel", reduction=reduction,
     )  # fmt: skip
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
@@ -69,7 +65,7 @@ class _SigmoidPairs(Function):
         sweep: "_Sweep",
         gathered: Tensor | None,
         anchors: Tensor,
-        candidates: Tensor | None,
+        candidates: Tensor,
         scale: Tensor,
         bias: Tensor,
     ) -> Tensor:
@@ -93,33 +89,30 @@ class _SigmoidPairs(Function):
         else:
             weight = (grad_output / ctx.count).to(anchors.dtype)
             gradients = [weight * x for x in gradients]
-        danchors, dcandidates, dscale, dbias = gradients
-        by_input = [danchors + dcandidates, None] if candidates is None else [danchors, dcandidates]
-        inputs = [x for x in (anchors, candidates, scale, bias) if x is not None]
-        return None, None, *(differentiable_once(x, *inputs) for x in (*by_input, dscale, dbias))
+        return None, None, *(differentiable_once(x, anchors, candidates, scale, bias) for x in gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sweep(Sweep):
     """Compute losses of the local anchors, and gradients of their weighted sum, tile by tile."""
 
-    all_ids: Sequence[Tensor] | None  # by rank, renumbered so that floats represent them exactly
     on_kernel: bool
     reduction: Reduction
 
     def __call__(
         self,
         anchors: Tensor,
-        candidates: Tensor | None,
-        *numbers: Tensor,
+        candidates: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        *,
         learns: bool,
         weights: Tensor | None = None,
         gathered: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
-        columns, (scale, bias) = anchors if candidates is None else candidates, numbers
-        dcandidates = torch.zeros_like(columns) if learns else columns[:0]
-        left, exchange = self.row_factors(anchors), self.exchange(columns, gathered)
+        dcandidates = torch.zeros_like(candidates) if learns else candidates[:0]
+        left, exchange = self.row_factors(anchors), self.exchange(candidates, gathered)
         with matmul_rounding(self.dtype, anchors.device.type):
             block: Any
             if self.on_kernel:
@@ -134,13 +127,13 @@ class _Sweep(Sweep):
             self.complete(exchange, dcandidates if learns else None, parts)
         products, danchors = block.products, block.danchors
         if self.on_kernel:  # kernels would round the weights of positives, the largest, to 16 bits
-            of_pairs = torch.linalg.vecdot(anchors, columns)
+            of_pairs = torch.linalg.vecdot(anchors, candidates)
             x = of_pairs * scale + bias
             g = -(-x).sigmoid()
             block.losses += softplus(-x, threshold=_LINEAR_FROM).sum()
             if learns:
                 block.finish()
-                danchors.addcmul_(columns, g[:, None])
+                danchors.addcmul_(candidates, g[:, None])
                 dcandidates.addcmul_(anchors, g[:, None])
                 products += torch.dot(g, of_pairs)
                 block.dbias += g.sum()
@@ -153,10 +146,9 @@ class _Sweep(Sweep):
 
     def _parts(self, block: "_Block", exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
         """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
-        for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
+        for index, columns in enumerate(exchange):
             total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)
-            ids = None if self.all_ids is None else (self.all_ids[self.row_shards.rank], self.all_ids[of_rank.ahead])
-            block.add(self.operand(columns), ids, total, local=index == 0)
+            block.add(self.operand(columns), total, local=index == 0)
             if index > 0:
                 yield total
 
@@ -193,8 +185,8 @@ class _Block:
         self.scaled = Operand(self.scale * rows, None) if inverse is None else Operand(rows, self.scale * inverse)
         self.scratch = [tile_scratch(rows, self.most_columns) for _ in range(2)]
 
-    def add(self, candidates: Operand, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
-        """Add pairs with candidates; ``ids`` of both, or None: positives are candidates of the anchors' own index."""
+    def add(self, candidates: Operand, dcandidates: Tensor, *, local: bool) -> None:
+        """Add pairs with candidates; positives are local ones of the anchors' own index."""
         rows = self.anchors.rows
         for i, j in tiles(len(rows), len(candidates.rows), rows):
             x, other = (tile_of(scratch, i, j) for scratch in self.scratch)
@@ -202,20 +194,12 @@ class _Block:
             torch.mm(a.rows, b.rows.t(), out=x)
             a.normalize(x, b).add_(self.bias)
             diagonal = x.diagonal(i.start - j.start) if local and i.start < j.stop and j.start < i.stop else x[:0, 0]
-            if ids is None:  # a pair's loss is softplus(x) of a negative, softplus(−x) of a positive
-                diagonal.neg_()
-            else:
-                signs = torch.eq(ids[0][i, None], ids[1][j], out=torch.empty_like(x)).mul_(-2).add_(1)
-                x.mul_(signs)
-                diagonal.fill_(-torch.inf)  # an anchor is no candidate of its own
+            diagonal.neg_()  # a pair's loss is softplus(x) of a negative, softplus(−x) of a positive
             self.losses[i] += softplus(x, threshold=_LINEAR_FROM, out=other).sum(1)
             if not self.learns:
                 continue
             g = x.sigmoid_()
-            if ids is None:
-                diagonal.neg_()
-            else:
-                g.mul_(signs)
+            diagonal.neg_()
             if self.weights is not None:
                 g.mul_(self.weights[i, None])
             self.dbias += g.sum()

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction
-from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding, sum_dtype
+from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul_rounding, sum_dtype
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 
@@ -82,13 +82,7 @@ def _scale(temperature: float | Tensor) -> float | Tensor:
     if not isinstance(temperature, Tensor):
         return 1 / temperature
     read = _read_on_cpu(temperature.detach())
-    return (
-        1 / read
-        if isinstance(read, float)
-        else read.float().reciprocal()
-        if read.dtype.itemsize < 4
-        else read.reciprocal()
-    )
+    return 1 / read if isinstance(read, float) else at_least_float32(read).reciprocal()
 
 
 def _read_on_cpu(x: Tensor) -> float | Tensor:

@@ -8,11 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Candidates
-from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.softmax import log_sum_exps
-from contrastive_zoo.engine.tiling import tile_bytes
-from contrastive_zoo.ranks.compiling import Function, differentiable_once
+from contrastive_zoo.engine.tiling import recomputed, tile_bytes
 
 
 @without_autocast
@@ -50,32 +48,16 @@ def balanced_assignment(
 
 
 def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
-    return _wave_sums(t, x) if is_dense() else _Waves.apply(x, t)
+    """Return Σ_i cos(t_j x_i) and Σ_i sin(t_j x_i), some points at a time; the backward pass computes them again."""
+    points = t.split(_points_at_once(x))
+    if len(points) == 1:
+        return _wave_sums(t, x)
+    return torch.cat([recomputed(_wave_sums, some, x) for some in points], 1)
 
 
 def _wave_sums(t: Tensor, x: Tensor) -> Tensor:
     angles = t[:, None, None] * x
     return torch.stack([angles.cos().sum(1), angles.sin().sum(1)])
-
-
-class _Waves(Function):
-    """Compute :func:`_wave_sums`, and dx_i = Σ_j t_j (dS_j cos(t_j x_i) − dC_j sin(t_j x_i)), some points at a time."""
-
-    @staticmethod
-    @without_autocast
-    def forward(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
-        ctx.save_for_backward(x, t)
-        return torch.cat([_wave_sums(points, x) for points in t.split(_points_at_once(x))], 1)
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        x, t = ctx.saved_tensors
-        count, total = _points_at_once(x), torch.zeros_like(x)
-        for points, of_points in zip(t.split(count), (gradient * t[:, None]).split(count, 1), strict=True):
-            angles, (of_cos, of_sin) = points[:, None, None] * x, of_points.unsqueeze(2)
-            total += (angles.cos().mul_(of_sin) - angles.sin().mul_(of_cos)).sum(0)
-        return differentiable_once(total, x), None
 
 
 def _points_at_once(x: Tensor) -> int:

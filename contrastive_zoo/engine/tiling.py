@@ -1,18 +1,19 @@
-"""Cut a similarity matrix into tiles or blocks, and limit and keep the memory that they take."""
+"""Cut a similarity matrix into tiles or blocks, and limit the memory that they take."""
 
-import ctypes
 import math
-import platform
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked
+
+R = TypeVar("R")
 
 BLOCK_BYTES = 32 * 2**20  # largest size of one block of similarities
 TILE_BYTES = 4 * 2**20  # and of a tile, so that it stays in a CPU's cache; a GPU's tiles are 32 times as large
@@ -71,6 +72,12 @@ def block_height(row_bytes: int, available: int, *, on_cpu: bool) -> int:
         available = min(available, BLOCK_BYTES)
     low = min(LOW_BLOCK, available // (FEWEST_MATRICES * row_bytes))  # which may exceed its share
     return max(1, available // (MATRICES_PER_BLOCK * row_bytes), low)
+
+
+def recomputed(function: Callable[..., R], *args: Any) -> R:
+    """Return ``function(*args)``, which the backward pass computes again instead of keeping its matrices."""
+    result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return result
 
 
 def tile_of(scratch: Tensor, i: slice, j: slice) -> Tensor:
@@ -137,27 +144,3 @@ class CachedLogits:
 
     def release(self) -> None:
         self.size = 0
-
-
-# Size of the largest allocation that comes from the heap, which keeps it. Larger ones are rare, and the holes that they
-# would leave in the heap would add to the peak memory.
-_HEAP_BLOCK_BYTES = TILE_BYTES + 2**20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep memory that losses free, so that the next step need not fetch it from the system again.
-
-    Call it once, when your program starts, if you train large batches on a CPU: a step without it takes 1.06 to 1.21
-    times as long. The process keeps up to twice the :func:`memory_budget` of the call plus 32 MiB, also where you need less.
-    The setting concerns the whole process, so the library does not make it by itself. It replaces the environment
-    variables ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_``. With another C library nothing happens.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> cz.engine.keep_freed_memory()
-    """
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, min(2 * budget() + BLOCK_BYTES, 2**31 - 1))

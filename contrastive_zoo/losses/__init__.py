@@ -33,7 +33,7 @@ from contrastive_zoo.losses.pair_margins import (
 from contrastive_zoo.losses.ranking import FastAP, SmoothAP
 from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV
-from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
+from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.losses.triplet import Angular, MegaBatchMargin, Triplet
@@ -55,7 +55,7 @@ __all__ = [
     "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity",
     "NPairs", "NTXent", "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization",
     "ProxyAnchor", "ProxyNCA", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP",
-    "SignalToNoise", "SmoothAP", "SoftTriple", "SphereFace", "SupCon", "SupSigmoid", "SwAV",
+    "SignalToNoise", "SmoothAP", "SoftTriple", "SphereFace", "SupCon", "SwAV",
     "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "WeightedSum",
 ]  # fmt: skip
 

@@ -51,7 +51,7 @@ def memory_input(loss: Any) -> MemoryInput:
         return "references"
     raise ValueError(
         f"CrossBatchMemory: {loss_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
-        "SupSigmoid, a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
+        "a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
         "triplet losses), or a function of (queries, keys, negatives)."
     )
 
@@ -74,7 +74,7 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
 class CrossBatchMemory(Loss):
     """Compute ``loss`` against a memory M of earlier batches of all ranks; embeddings in M carry no gradient.
 
-    - A loss of **labels** (SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss`,
+    - A loss of **labels** (SupCon, SINCERE, NCA, TupletMargin, any :class:`contrastive_zoo.RowLoss`,
       third-party losses with ``ref_emb`` and ``ref_labels``): the batch enters M; then each of its embeddings is an anchor,
       compared with all of M but itself:
 

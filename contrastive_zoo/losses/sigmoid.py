@@ -1,4 +1,4 @@
-"""Sigmoid over all pairs: a binary classification of each, of image-text pairs and of labelled embeddings."""
+"""Sigmoid over all pairs of images and texts: a binary classification of each."""
 
 import math
 from functools import partial
@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.pairs import LabelledPairs, TowerPairs, sigmoid_block_loss
+from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.rowwise import BlockLoss
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.loss import Inputs
-from contrastive_zoo.loss_base.row_loss import AnchorLoss
-from contrastive_zoo.loss_base.settings import Learnable, Reduction, Temperature, field
+from contrastive_zoo.loss_base.settings import Learnable, Temperature, field
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
 
 _unbounded_temperature = partial(LearnableTemperature, 0.1, max_scale=math.inf)
@@ -57,39 +55,4 @@ class SigLIP(ImageTextLoss, LogitScale, engine="sigmoid", has_kernel=True):
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
-        return pairs.binary_cross_entropy(self.reduction, batch.settings.logit_bias)
-
-
-class SupSigmoid(AnchorLoss, LogitScale, engine="sigmoid"):
-    r"""Compute SigLIP's binary cross-entropy over all pairs of labelled embeddings.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With z the unit embeddings of all ranks, y_ij = 1 for equal labels and −1 otherwise,
-
-        loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
-
-    Args:
-        temperature: t; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default.
-        logit_bias: b; a parameter that begins at −10 by default. A number is constant.
-        normalize: normalise embeddings to unit length first.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-
-    Examples:
-        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
-        >>> SupSigmoid(temperature=1.0, logit_bias=0.0)(z, torch.tensor([0, 0, 1]))
-        tensor(1.1330)
-
-    Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
-    """
-
-    temperature: Temperature = field(factory=_unbounded_temperature)
-    logit_bias: Learnable = field(factory=_negative_bias)
-    normalize: bool = True
-    reduction: Reduction = "mean"
-
-    def block_loss(self, batch: Batch) -> BlockLoss:
-        return sigmoid_block_loss(batch.settings.temperature, batch.settings.logit_bias)
-
-    def compute(self, batch: Batch) -> Tensor:
-        pairs = LabelledPairs(batch, batch.settings.temperature, self.normalize, batch.rows["labels"])
         return pairs.binary_cross_entropy(self.reduction, batch.settings.logit_bias)

@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Local, Pairs, Summed
 from contrastive_zoo.engine.masked import masked_log_sum_exp
-from contrastive_zoo.engine.pairs import ContrastMode, LabelledPairs
+from contrastive_zoo.engine.pairs import LabelledPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
@@ -44,7 +44,6 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
     Args:
         temperature: t > 0.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in, whose last term is log mean_{p∈P(i)} exp(z_i·z_p / t).
-        contrast_mode: ``"all"`` views are anchors, or the first (``"one"``); candidates are always all views.
         base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
         reduction: with views ``"none"`` is for the local anchors sample by sample, [n · v].
         normalize: normalise embeddings first.
@@ -65,7 +64,6 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
 
     temperature: Temperature = 0.1
     variant: Literal["out", "in"] = "out"
-    contrast_mode: ContrastMode = "all"
     base_temperature: Annotated[float, Bounds(above=0)] | None = None
     normalize: bool = True
 
@@ -85,20 +83,18 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
 
     def _by_rows(self, rows: Mapping[str, Tensor]) -> bool:
         """Return whether positives are no whole classes, or their logits are summed inside the logarithm."""
-        return self.variant == "in" or self.contrast_mode == "one" or "mask" in rows
+        return self.variant == "in" or "mask" in rows
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        names, embeddings = ["embeddings"], stated.inputs.rows["embeddings"]
+        names = ["embeddings"]
         if not self._by_rows(stated.inputs.rows):
             scale, entries = self.scale_of(stated)
             self_sums = Local(names, bytes=stated.width * stated.wide)
             sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, by_class=True)]
             return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
-        anchors = embeddings.shape[1] if self.contrast_mode == "one" and embeddings.ndim == 3 else 1
-        candidates = names if self.contrast_mode == "one" else ()
         companions = [8] if "mask" in stated.inputs.rows else []
         how: Any = {"parameters": stated.learnt("temperature", "base_temperature"), "reduction": self.reduction}
-        return [Blocks(names, candidates, "", companions, matmuls=3 / anchors, **how)]
+        return [Blocks(names, companions=companions, **how)]
 
     def compute(self, batch: Batch) -> Tensor:
         mask = batch.rows.get("mask")
@@ -107,21 +103,20 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             raise ValueError(f"{batch.name}: {rule}, got {described(mask)}.")
         pairs = LabelledPairs(batch, batch.settings.temperature, self.normalize, batch.rows.get("labels"))
         if self._by_rows(batch.rows):
-            return pairs.reduce_rows(self.block_loss(batch), self.reduction, mask=mask, anchors=self.contrast_mode)
+            return pairs.reduce_rows(self.block_loss(batch), self.reduction, mask=mask)
         others, mean, count = pairs.sums()
         losses = _rescaled(_losses(others, mean, count), batch.settings.temperature, batch.settings.base_temperature)
         return batch.reduce(losses.to(pairs.embeddings.dtype), count > 0, reduction=self.reduction)
 
     def ring_problem(self) -> str | None:
-        by_rows = self.variant == "in" or self.contrast_mode == "one"
-        return f"a ring {_BY_ROWS}" if by_rows else super().ring_problem()
+        return f"a ring {_BY_ROWS}" if self.variant == "in" else super().ring_problem()
 
     def block_loss(self, batch: Batch) -> BlockLoss:
         settings = {name: getattr(batch.settings, name) for name in ("temperature", "variant", "base_temperature")}
         return BlockLoss(_block_losses, **settings)
 
 
-_BY_ROWS = "computes SupCon with variant='out' and contrast_mode='all', without a mask"
+_BY_ROWS = "computes SupCon with variant='out', without a mask"
 
 
 def _block_losses(

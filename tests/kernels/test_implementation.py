@@ -121,7 +121,7 @@ LACKING = ["triton", "triton.tools.tensor_descriptor"]
 def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [x for x in sys.modules if x.startswith("contrastive_zoo.engine.kernels.")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("blocks", "probe", "softmax", "sigmoid"):  # as Python takes them from the package
+    for name in ("blocks", "softmax", "sigmoid"):  # as Python takes them from the package
         monkeypatch.delattr(kernels, name, raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(kernels, "installation_problem", PROBE)
@@ -136,13 +136,13 @@ def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch
 @pytest.mark.usefixtures("suitable", "_unwarned")
 def test_kernels_that_do_not_compile_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch fails where there is no C compiler, or no interpreter, as here; it is tried once."""
-    probe, tried = pytest.importorskip("contrastive_zoo.engine.kernels.probe"), []
+    blocks, tried = pytest.importorskip("contrastive_zoo.engine.kernels.blocks"), []
 
     def fail(device: torch.device) -> None:
         tried.append(device)
         raise RuntimeError("Failed to find C compiler.\nset CC")
 
-    monkeypatch.setattr(probe, "launch_smallest", fail)
+    monkeypatch.setattr(blocks, "launch_smallest", fail)
     monkeypatch.setattr(kernels, "installation_problem", cache(PROBE))
     for _ in range(2):
         found = choose_kernels(on_a_gpu())

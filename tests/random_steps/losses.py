@@ -104,7 +104,6 @@ MEMORIES: dict[str, Loss] = {
     "memory of MNRL": memory(cz.MNRL, "views"),
     "memory of SupCon": memory(lambda: cz.SupCon(temperature=learnt())),
     "memory of SupCon, in": memory(lambda: cz.SupCon(variant="in")),
-    "memory of SupSigmoid": memory(lambda: cz.SupSigmoid(logit_bias=-1.0)),
     "memory of Contrastive": memory(cz.Contrastive),
     "memory of a row loss": memory(BatchHard, size=20),
     "small memory of a row loss": memory(BatchHard, size=3),

@@ -22,7 +22,7 @@ def device_problem(device: "torch.device") -> str | None:
 def installation_problem(device: "torch.device") -> str | None:
     """Return why kernels cannot be imported, compiled or launched on a suitable device; tried once per process."""
     try:
-        from contrastive_zoo.engine.kernels.probe import launch_smallest  # imported here: Triton is optional
+        from contrastive_zoo.engine.kernels.blocks import launch_smallest  # imported here: Triton is optional
 
         launch_smallest(device)
     except Exception as error:  # a Triton of another version, no C compiler, no memory: all would fail in a step, too
