@@ -1,7 +1,6 @@
 """A second device on a machine that has none: tensors that say they are there, hold values, and mix with no others."""
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from contrastive_zoo.engine import anchor_block
 from contrastive_zoo.ranks import devices, fingerprint
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper import call_history
@@ -133,11 +131,11 @@ class Simulated(TorchDispatchMode):
 
         return tree_map(wrapped, found)
 
-    def read_later(self, x: Tensor, *, waits: bool = False) -> Callable[[], list[float]]:
-        """Stand in for :func:`contrastive_zoo.ranks.devices.read_later`, whose copy the host may wait for in this step."""
+    def read_later(self, x: Tensor) -> Callable[[], list[float]]:
+        """Stand in for :func:`contrastive_zoo.ranks.devices.read_later`."""
         if not isinstance(x, OnDevice):
             return x.detach().flatten().tolist
-        (self.reads if waits else self.copies).append("read_later")
+        self.copies.append("read_later")
         return x.values.flatten().tolist
 
     def _note_message(self, leaves: list[Any], tensors: list[Tensor], from_device: bool) -> None:
@@ -175,7 +173,6 @@ def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
         patch.setattr(sys.modules[__name__], "_modes", [*_modes, mode])
         for module in (call_history, fingerprint):  # there is no event of this device
             patch.setattr(module, "read_later", mode.read_later)
-        patch.setattr(anchor_block, "read_later", functools.partial(mode.read_later, waits=True))
         kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())
         generator.set_rng_state = generator.manual_seed = generator.manual_seed_all = lambda *_: None
         generator._is_in_bad_fork = lambda: False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from contrastive_zoo.engine.tiling import budget
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compiling import inner_graph
-from contrastive_zoo.ranks.devices import read_later
 from contrastive_zoo.ranks.transport import reduce_scatter_rows
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -70,8 +69,6 @@ class AnchorBlock:
     companions: tuple[tuple[Tensor, Tensor], ...] = ()
     """Further data without gradient, each for anchors and for candidates, such as a guide's embeddings."""
     first_of_equals: Int[Tensor, " N"] | None = None  # for each candidate the first one that equals it
-    max_positives: Callable[[], int | None] = lambda: None
-    """Returns a number that no anchor's positives exceed, for losses that list them; None if a block is to count its own."""
 
     def with_equal_columns(self, matrix: Float[Tensor, "c N"]) -> Float[Tensor, "c N"]:
         """Return a matrix with equal numbers for equal candidates, however a matmul rounds them, before any are selected."""
@@ -83,8 +80,7 @@ class BlockLoss:
 
     The function returns the losses of the block's anchors, [c], and whether or how many times each of them counts, [c];
     row i depends on anchor i only. A loss that adds several means returns them as ``terms`` columns, [c, terms] both. A
-    setting that is a tensor is learnable. ``lists_positives``: the function calls ``block.max_positives``; ``module`` is
-    the user's module that it calls, if there is one.
+    setting that is a tensor is learnable; ``module`` is the user's module that the function calls, if there is one.
     """
 
     def __init__(
@@ -92,12 +88,11 @@ class BlockLoss:
         function: Callable[..., tuple[Tensor, Tensor]],
         *,
         terms: int = 1,
-        lists_positives: bool = False,
         module: nn.Module | None = None,
         **settings: Any,
     ) -> None:
         self.function, self.settings = function, settings
-        self.terms, self.lists_positives, self.module = terms, lists_positives, module
+        self.terms, self.module = terms, module
 
     @property
     def learnable(self) -> dict[str, Tensor]:
@@ -108,32 +103,17 @@ class BlockLoss:
         return self.function(block, **{**self.settings, **learnable})
 
 
-def start_count(
-    ids: Int[Tensor, " n"], candidate_ids: Int[Tensor, " N"], *, anchors_are_candidates: bool
-) -> Callable[[], int | None]:
-    """Return a function that waits, once, for an anchor's largest number of positives; it returns None on a CPU."""
-    if devices.on_cpu(ids):
-        return lambda: None
-    if not len(ids) or not len(candidate_ids):  # there is no largest of no numbers
-        return lambda: 0
-    ordered = candidate_ids.sort().values
-    ends, starts = (torch.searchsorted(ordered, ids, right=right) for right in (True, False))
-    read = read_later((ends - starts).amax() - int(anchors_are_candidates))
-    return cache(lambda: int(read()[0]))
-
-
 @dataclass(frozen=True)
 class BatchLayout:
     """Hold the ids of local anchors and of all candidates, from which each block's positives and negatives follow."""
 
-    ids: Tensor
+    ids: Tensor  # int64: bool cannot be sorted, and indexing treats uint8 as a mask
     candidate_ids: Tensor
     companions: tuple[tuple[Tensor, Tensor], ...]
     candidate_shards: Shards
     world: World
     own_candidates: Tensor | None
     """The candidate that is each local anchor or a copy of it, another number for none; None if no anchor has one."""
-    max_positives: Callable[[], int | None] = lambda: None
 
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
@@ -155,7 +135,7 @@ class BatchLayout:
         if self.own_candidates is not None:
             clear_excluded(positive, self.own_candidates[rows], False)
         companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
-        return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, first, self.max_positives)
+        return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, first)
 
 
 def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
@@ -199,9 +179,7 @@ class RowwiseSweep:
         ranks = (rank % len(sizes) for rank in range(layout.world.rank + 1, layout.world.rank + 1 + len(sizes)))
         owner = next(rank for rank in ranks if sizes[rank])
         last = torch.tensor([sum(sizes[: owner + 1]) - 1], device=self.candidates.device)
-        of_one = replace(
-            layout, ids=layout.candidate_ids[last], own_candidates=last, companions=(), max_positives=lambda: None
-        )
+        of_one = replace(layout, ids=layout.candidate_ids[last], own_candidates=last, companions=())
         sweep = RowwiseSweep(self.loss, of_one, self.candidates[last], self.candidates, [*self.learnable.values()])
         return sweep.losses()[0].sum()
 

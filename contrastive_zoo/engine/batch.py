@@ -138,10 +138,6 @@ class Batch:
         }
         return replace(self, rows=rows, shared_rows=shared)
 
-    def int64(self, labels: Tensor) -> Tensor:
-        """Return labels as int64: bool cannot be sorted, and indexing treats uint8 as a mask."""
-        return labels.long()
-
     def indices(self, name: str | None = None, *, times: int = 1) -> Tensor:
         """Return the indices of the local samples among those of all ranks, ``times`` one after the other."""
         shards = self.samples if name is None else self.shards[name]

@@ -123,7 +123,7 @@ class ClassPairs:
 
     @cached_property
     def targets(self) -> Int[Tensor, " n"]:
-        labels = self.batch.int64(self.batch.rows["labels"])
+        labels = self.batch.rows["labels"].long()
         return safe_index(labels, len(self.weights) if self.class_shards is None else self.class_shards.total)
 
     @cached_property

@@ -71,10 +71,10 @@ _SEARCH_THRESHOLDS = 128  # from so many on a binary search is faster than compa
 
 
 def sum_over_positives(
-    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"], most: int | None
+    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"]
 ) -> Float[Tensor, " c"]:
-    """Return Σ over each anchor's positives p, at most ``most``, of ``term(p)``, whose c × N matrices live one at a time."""
-    columns, present = masked_indices(positive, most)
+    """Return Σ over each anchor's positives p of ``term(p)``, whose c × N matrices live one at a time."""
+    columns, present = masked_indices(positive)
     if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph
         columns, present = columns.new_zeros(len(columns), 1), present.new_zeros(len(present), 1)
     evaluate = term if is_dense() else partial(recomputed, term)

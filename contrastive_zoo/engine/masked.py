@@ -149,14 +149,16 @@ def masked_indices(
     mask: Bool[Tensor, "c N"], most: int | None = None
 ) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
     """Return the selected columns of each row, padded to the longest row or to ``most``, and which are no padding."""
-    if most is not None:
-        position = mask.cumsum(1, dtype=torch.int32)
-        present = torch.arange(most, device=mask.device) < position[:, -1:]
-        # entries that are not selected are written to a column that is cut off
-        slot = (position - 1).where(mask, most).long()
-        padded, index = slot.new_zeros(len(mask), most + 1), torch.arange(mask.shape[1], device=mask.device)
-        return padded.scatter_(1, slot, index.expand_as(slot))[:, :most], present
-    rows, columns = mask.nonzero().unbind(1)
-    counts = rows.bincount(minlength=len(mask))
-    present = torch.arange(int(counts.max()) if len(rows) else 0, device=mask.device) < counts[:, None]
-    return columns.new_zeros(present.shape).masked_scatter_(present, columns), present
+    if most is None and devices.on_cpu(mask):
+        rows, columns = mask.nonzero().unbind(1)
+        counts = rows.bincount(minlength=len(mask))
+        present = torch.arange(int(counts.max()) if len(rows) else 0) < counts[:, None]
+        return columns.new_zeros(present.shape).masked_scatter_(present, columns), present
+    position = mask.cumsum(1, dtype=torch.int32)
+    if most is None:  # the one number that the host waits for
+        most = int(position[:, -1].amax()) if mask.numel() else 0
+    present = torch.arange(most, device=mask.device) < position[:, -1:]
+    # entries that are not selected are written to a column that is cut off
+    slot = (position - 1).where(mask, most).long()
+    padded, index = slot.new_zeros(len(mask), most + 1), torch.arange(mask.shape[1], device=mask.device)
+    return padded.scatter_(1, slot, index.expand_as(slot))[:, :most], present

@@ -215,7 +215,7 @@ class LabelledPairs(_Pairs):
 
     @cached_property
     def ids(self) -> Int[Tensor, " a"]:
-        return self.samples if self.labels is None else self.batch.int64(self.labels).repeat_interleave(self.views)
+        return self.samples if self.labels is None else self.labels.long().repeat_interleave(self.views)
 
     @cached_property
     def candidates(self) -> Candidates:

@@ -204,11 +204,6 @@ def _is_sparse_enough(weights: Tensor, width: int) -> bool:
 Metric = Literal["distance", "squared distance", "similarity"]
 
 
-def squared_distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
-    """Return ‖a − b‖² of every anchor and candidate; 0, without gradient, of points that rounding does not resolve."""
-    return distances(anchors, candidates, squared=True)
-
-
 def dissimilarities(anchors: Tensor, candidates: Tensor, metric: Metric) -> Float[Tensor, "c N"]:
     """Return distances, or negative similarities: values that grow as embeddings move apart."""
     if metric == "similarity":

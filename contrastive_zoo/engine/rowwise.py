@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockLoss, RowwiseSweep, start_count
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockLoss, RowwiseSweep
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor
 from contrastive_zoo.engine.cost import Blocks
 from contrastive_zoo.engine.ledger import Names, Stored
@@ -64,13 +64,11 @@ def reduce_rows(
     where, is_one_tower, splits = candidate_shards or shards, candidates is None, batch.plan.work == "own anchors"
     watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and splits else None
     all_ids = batch.gather_detached(ids if candidate_ids is None else candidate_ids, where)
-    # before candidates are sent: the host waits for the number, not for them
-    count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if loss.lists_positives else lambda: None
     if is_one_tower and times == 1:
         batch.note_labels(all_ids)
     pairs = tuple((x, batch.gather_detached(y, where)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
-    layout = BatchLayout(ids, all_ids, pairs, where, world, copies, count)
+    layout = BatchLayout(ids, all_ids, pairs, where, world, copies)
     if batch.plan.is_plain:
         return _dense(batch, loss, anchors, anchors if candidates is None else candidates, layout, reduction)
     call, shared = _Call(loss, layout, reduction), of_batch.gathered() if isinstance(of_batch, Candidates) else None

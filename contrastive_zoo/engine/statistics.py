@@ -24,12 +24,6 @@ def second_moments(batch: Batch, x: Float[Tensor, "n d"], y: Float[Tensor, "n e"
     return batch.sum(matmul(x.T, y), gradient="complete")
 
 
-@without_autocast
-def squared_sums(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
-    """Return the diagonal of ``second_moments(batch, x, x)``."""
-    return batch.sum(x.square().sum(0), gradient="complete")
-
-
 def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     return matrix - matrix.diagonal().diag()
 

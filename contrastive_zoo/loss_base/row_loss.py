@@ -51,7 +51,7 @@ class AnchorLoss(LabelledLoss, engine="rows"):
     def compute(self, batch: Batch) -> Tensor:
         views = [name for name in batch.rows if name != "labels"]
         z, has_labels = batch.candidates(*views, normalize=self.normalizes), "labels" in batch.rows
-        ids = batch.int64(batch.rows["labels"]) if has_labels else batch.indices(times=len(views))
+        ids = batch.rows["labels"].long() if has_labels else batch.indices(times=len(views))
         return reduce_rows(
             batch, self.block_loss(batch), z, ids, times=len(views), reduction=self.reduction, may_draw=self.may_draw
         )
@@ -106,16 +106,10 @@ class RowLoss(AnchorLoss):
         """
         raise NotImplementedError(f"{type(self).__name__} must define rows(similarity, positive, negative).")
 
-    def lists_positives(self) -> bool:
-        """Return whether :meth:`rows` takes ``max_positives``: it computes one positive of each anchor after the other."""
-        return False
-
     def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
         similarity = block.with_equal_columns(self.similarity(block.anchors, block.candidates))
-        # last, because an accelerator computes similarities while the host waits for the number
-        settings = {"max_positives": block.max_positives()} if self.lists_positives() else {}
-        return self.rows(similarity, block.positive, block.negative, **settings)
+        return self.rows(similarity, block.positive, block.negative)
 
     def block_loss(self, batch: Batch) -> BlockLoss:
         """Return this loss of a block, with the settings of this step: a copy if these are others than its attributes."""
@@ -136,8 +130,7 @@ class RowLoss(AnchorLoss):
             replaced = {name: learnable[name] for name in parameters}
             return torch.func.functional_call(_OnBlock(loss), replaced, (block,))
 
-        lists = self.lists_positives()
-        return BlockLoss(on_block, terms=self.terms, lists_positives=lists, module=loss, **values, **parameters)
+        return BlockLoss(on_block, terms=self.terms, module=loss, **values, **parameters)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
         if len(args) == 1 and not named and args[0].ndim == 3:  # several views of each sample

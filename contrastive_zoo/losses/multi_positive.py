@@ -182,7 +182,7 @@ class NPairs(LabelledLoss, engine="rows"):
         return [Gathered(["labels"], 8), blocks, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
-        z, ids = batch.prepared(batch.rows["embeddings"], normalize=self.normalize), batch.int64(batch.rows["labels"])
+        z, ids = batch.prepared(batch.rows["embeddings"], normalize=self.normalize), batch.rows["labels"].long()
         shards, all_ids = batch.samples, batch.gather_detached(ids)
         order = all_ids.argsort(stable=True)
         position = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=z.device))

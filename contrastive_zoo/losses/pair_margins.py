@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.masked import masked_max
-from contrastive_zoo.engine.pairwise import distances, row_sums, squared_distances
+from contrastive_zoo.engine.pairwise import distances, row_sums
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Share, Size
@@ -94,7 +94,7 @@ class SignalToNoise(_PairHinges):
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         a, b = (x - x.mean(1, keepdim=True) for x in (anchors, candidates))
         signal = a.square().sum(1, keepdim=True).clamp(min=torch.finfo(a.dtype).eps)
-        return squared_distances(a, b) / signal
+        return distances(a, b, squared=True) / signal
 
 
 class ThresholdConsistentMargin(RowLoss):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.hinges import sum_over_positives
-from contrastive_zoo.engine.pairwise import squared_distances
+from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Temperature
 
@@ -19,21 +19,15 @@ class _SoftRanks(RowLoss):
         """Return the penalties on one positive of each anchor, [c], given what share of embeddings is before it, [c, N]."""
         raise NotImplementedError(f"{type(self).__name__} must define penalty(before, relevant, negative).")
 
-    def lists_positives(self) -> bool:
-        return True
-
-    def rows(
-        self, similarity: Tensor, positive: Tensor, negative: Tensor, max_positives: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
-        most = None if max_positives is None else max_positives + self.with_self
         logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
         ranked = logits.masked_fill(~(relevant | negative), -torch.inf)
 
         def of_positive(p: Tensor) -> Tensor:
             return self.penalty((ranked - logits.gather(1, p)).sigmoid(), relevant, negative)
 
-        total = sum_over_positives(of_positive, relevant, most)
+        total = sum_over_positives(of_positive, relevant)
         return total / relevant.sum(1).clamp(min=1), positive.any(1)
 
 
@@ -100,7 +94,7 @@ class FastAP(RowLoss):
         return super().settings_problem() or (None if self.normalize else unit)
 
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
-        return squared_distances(anchors, candidates)
+        return distances(anchors, candidates, squared=True)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         position = similarity * (self.num_bins / 4)

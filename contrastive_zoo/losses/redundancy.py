@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry
-from contrastive_zoo.engine.statistics import centered, off_diagonal, second_moments, squared_sums
+from contrastive_zoo.engine.statistics import centered, off_diagonal, second_moments
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Momentum, NonNegative, Number, Positive, Size, field
@@ -48,7 +48,8 @@ class BarlowTwins(TwoViewLoss, engine="statistics"):
 
     def compute(self, batch: Batch) -> Tensor:
         a, b = (centered(batch, batch.prepared(x, normalize=False)) for x in batch.rows.values())
-        spread_a, spread_b = ((squared_sums(batch, x) / batch.total + batch.settings.eps).sqrt() for x in (a, b))
+        sums = (batch.sum(x.square().sum(0), gradient="complete") for x in (a, b))
+        spread_a, spread_b = ((x / batch.total + batch.settings.eps).sqrt() for x in sums)
         correlation = second_moments(batch, a, b) / batch.total / spread_a[:, None] / spread_b
         redundancy = off_diagonal(correlation).square().sum()
         return (1 - correlation.diagonal()).square().sum() + batch.settings.lambda_ * redundancy

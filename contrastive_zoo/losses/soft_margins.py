@@ -138,7 +138,7 @@ class LiftedStructure(LabelledLoss, engine="rows"):
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates("embeddings", normalize=self.normalize)
-        ids, settings = batch.int64(batch.rows["labels"]), batch.settings
+        ids, settings = batch.rows["labels"].long(), batch.settings
         crowding = reduce_rows(batch, BlockLoss(_negative_sums, margin=settings.neg_margin), z, ids, reduction="none")
         loss = BlockLoss(_pairs, margin=settings.pos_margin)
         return reduce_rows(batch, loss, torch.cat([z.local, crowding[:, None]], 1), ids, reduction=self.reduction)

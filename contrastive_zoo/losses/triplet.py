@@ -64,12 +64,7 @@ class Triplet(DissimilarityLoss):
             return problem
         return Bounds("semi-hard negatives lie within a positive margin", above=0).problem("margin", self.margin)
 
-    def lists_positives(self) -> bool:
-        return self.soft and self.mining != "hard"
-
-    def rows(
-        self, similarity: Tensor, positive: Tensor, negative: Tensor, max_positives: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         distance, margin, semi_hard = similarity, self.margin, self.mining == "semi-hard"
         if self.mining == "hard":
             violation = self.hardest(distance, positive, negative)
@@ -82,7 +77,7 @@ class Triplet(DissimilarityLoss):
         mined = active if semi_hard else positive.sum(1) * negative.sum(1)
         if self.soft:  # no triplet's loss is zero
             of_positive = soft_sums(self.penalty, distance, negative, margin, semi_hard=semi_hard)
-            return sum_over_positives(of_positive, positive, max_positives), mined
+            return sum_over_positives(of_positive, positive), mined
         return losses, active if self.average == "nonzero" else mined
 
     def hardest(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -120,9 +115,6 @@ class Angular(RowLoss):
         float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
     ] = 40.0
 
-    def lists_positives(self) -> bool:
-        return True
-
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2
         anchors, candidates = block.anchors, block.candidates
@@ -135,7 +127,7 @@ class Angular(RowLoss):
 
         counts = block.positive.sum(1).where(block.negative.any(1), 0)
         positive = block.positive & block.negative.any(1, keepdim=True)
-        return sum_over_positives(pair_losses, positive, block.max_positives()), counts
+        return sum_over_positives(pair_losses, positive), counts
 
 
 class MegaBatchMargin(Loss, engine="rows"):

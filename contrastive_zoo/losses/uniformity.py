@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry, Local, Pairs, Summed
-from contrastive_zoo.engine.pairwise import squared_distances
+from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
@@ -164,7 +164,7 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
     some = block.negative.any(1)
     if not candidates.shape[0]:
         return anchors.sum(1), some
-    squared_distance = block.with_equal_columns(squared_distances(anchors.detach(), candidates.detach()))
+    squared_distance = block.with_equal_columns(distances(anchors.detach(), candidates.detach(), squared=True))
     neighbour = candidates[squared_distance.masked_fill(~block.negative, torch.inf).argmin(1)]
     squared = (anchors - neighbour).square().sum(1)
     rounding = _ROUNDING_UNITS * torch.finfo(squared.dtype).eps

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.pairwise import distances, squared_distances
+from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.batch import GlobalBatch, global_batches
 from tests.helpers import TEMPERATURES, assert_same, close, numbers
@@ -111,7 +111,7 @@ def test_distances_are_torchs(seed: int, n: int, d: int) -> None:
     a, b = numbers(n, d, seed=seed).requires_grad_(), numbers(7, d, seed=seed + 1)
     expected = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
     torch.testing.assert_close(distances(a, b), expected, rtol=1e-9, atol=1e-7)
-    torch.testing.assert_close(squared_distances(a, b), expected.square(), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(distances(a, b, squared=True), expected.square(), rtol=1e-9, atol=1e-10)
     assert torch.equal(distances(a, a).diagonal(), torch.zeros(n, dtype=torch.float64))
     (gradient,) = torch.autograd.grad(distances(a, a).sum(), a)
     assert gradient.isfinite().all()
