@@ -537,7 +537,7 @@ TENSORS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     ),
     "a single number to gather": (C.all_gather, torch.tensor(3.0), torch.tensor([3.0])),
     "a learnable constant": (
-        lambda tau_plus: cz.Debiased(tau_plus=tau_plus)(ROWS, OTHERS),
+        lambda tau_plus: cz.HCL(tau_plus=tau_plus)(ROWS, OTHERS),
         torch.tensor(0.1, requires_grad=True),
         torch.tensor(0.1),
     ),

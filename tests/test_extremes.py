@@ -12,7 +12,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.extremes import GOAL, SITUATIONS, Result, compare, deviation, loss, nudged
-from tests.helpers import EVERY_CASE, local_shard, numbers
+from tests.helpers import EVERY_CASE, local_shard
 from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry, dense_clip
 
@@ -111,44 +111,3 @@ def test_every_path_of_three_ranks_is_one_process_and_gives_the_same_bits_twice(
             if one.finite and isinstance(near, Result):
                 off, moved = (deviation(x, one, rows, temperature) for x in (found, near))
                 assert off <= 1e-10 + 8 * moved, (entry, path, off)
-
-
-SPLITS = {1: (12,), 2: (7, 5), 4: (5, 0, 4, 3)}
-
-
-def scaled_training(world_size: int) -> tuple[list[float], int, list[Tensor]]:
-    """Train an encoder under float16 from a scale that overflows; the scales, the skipped steps and the parameters."""
-    torch.manual_seed(0)
-    model, loss_fn = torch.nn.Linear(6, 4), cz.DistributedLoss(cz.Clip(temperature=cz.LearnableTemperature(0.1)))
-    parameters = [*model.parameters(), *loss_fn.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
-    scales, skipped = [], 0
-    for step in range(16):
-        whole = [numbers(12, 6, seed=10 * step + view).float() for view in range(2)]
-        views = whole if world_size == 1 else [local_shard(x, SPLITS[world_size]) for x in whole]
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            value = loss_fn(*(model(x) for x in views))
-        scaler.scale(value).backward()
-        cz.average_gradients(model)
-        before = [x.detach().clone() for x in parameters]
-        scaler.step(optimizer)
-        skipped += all(torch.equal(x, y) for x, y in zip(before, parameters, strict=True))
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales, skipped, [x.detach() for x in parameters]
-
-
-def test_an_overflow_of_float16_skips_the_same_steps_on_every_rank(worlds: Worlds) -> None:
-    """The gradient of a rank's embeddings is W times that of one process: the scaler finds a scale W times smaller."""
-    by_size = {size: worlds.run(size, scaled_training, size) for size in SPLITS}
-    ((scales, skipped, _),) = by_size[1]
-    assert skipped > 0
-    for size, ranks in by_size.items():
-        for found in ranks:
-            assert found[:2] == ranks[0][:2]
-            assert all(torch.equal(x, y) for x, y in zip(found[2], ranks[0][2], strict=True))
-            assert all(x.isfinite().all() for x in found[2])
-        assert ranks[0][0][-1] * size == scales[-1]
-        assert 2 ** (ranks[0][1] - skipped) == size

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from contrastive_zoo.losses.annotated_pairs import AnglE, CoSENT, OnlineContrastive
+from contrastive_zoo.losses.annotated_pairs import CoSENT, OnlineContrastive
 from contrastive_zoo.losses.class_softmax import (
     ArcFace,
     CosFace,
@@ -11,7 +11,6 @@ from contrastive_zoo.losses.class_softmax import (
     ProxyAnchor,
     ProxyNCA,
     SoftTriple,
-    SphereFace,
 )
 from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
@@ -22,7 +21,7 @@ from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.multi_positive import MultiPositive, NPairs
 from contrastive_zoo.losses.nnclr import NNCLR
-from contrastive_zoo.losses.nt_xent import DCL, DCLW, HCL, Debiased, NTXent
+from contrastive_zoo.losses.nt_xent import DCL, HCL, NTXent
 from contrastive_zoo.losses.pair_margins import (
     Contrastive,
     Margin,
@@ -47,15 +46,13 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DCLW", "DINO", "GIST", "HCL", "MNRL", "NCA", "NNCLR", "SINCERE",
-    "AlignUniform", "AnglE", "Angular", "ArcFace", "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT",
-    "Contrastive", "CosFace", "CrossBatchMemory", "Debiased", "FastAP",
-    "GeneralizedLiftedStructure", "InfoNCE", "KoLeo",
-    "LargeMarginSoftmax", "LeJEPA", "LiftedStructure", "Margin", "MarginMSE", "Matryoshka", "MaxSim",
-    "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity",
-    "NPairs", "NTXent", "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization",
-    "ProxyAnchor", "ProxyNCA", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP",
-    "SignalToNoise", "SmoothAP", "SoftTriple", "SphereFace", "SupCon", "SwAV",
+    "DCL", "DINO", "GIST", "HCL", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular", "ArcFace",
+    "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory",
+    "FastAP", "GeneralizedLiftedStructure", "InfoNCE", "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure",
+    "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue",
+    "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent", "NegativeCosine",
+    "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor", "ProxyNCA", "RankedList",
+    "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple", "SupCon", "SwAV",
     "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "WeightedSum",
 ]  # fmt: skip
 

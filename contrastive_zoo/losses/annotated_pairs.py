@@ -61,20 +61,6 @@ class CoSENT(Loss, engine="statistics"):
         return log_sum_of_inversions(s, ordered.to(torch.uint8) if ordered.dtype == torch.bool else ordered)
 
 
-class AnglE(CoSENT):
-    """Compute the angle term of AnglE: :class:`CoSENT` with ``similarity="angle"``, this class's default.
-
-    Called as :class:`CoSENT`, with the same settings.
-
-    Examples:
-        >>> q, k, y = torch.eye(2), torch.ones(2, 2), torch.tensor([0.2, 0.9])
-        >>> AnglE()(q, k, y).equal(CoSENT(similarity="angle")(q, k, y))
-        True
-    """
-
-    similarity: PairSimilarity = "angle"
-
-
 @without_autocast
 def _pair_similarities(q: Tensor, k: Tensor, similarity: PairSimilarity) -> Tensor:
     cosine = (q * k).sum(1)

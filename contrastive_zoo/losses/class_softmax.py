@@ -278,21 +278,6 @@ class LargeMarginSoftmax(ClassLoss):
         return batch.reduce(losses, reduction=self.reduction)
 
 
-class SphereFace(LargeMarginSoftmax):
-    """Compute :class:`LargeMarginSoftmax` with ``normalize_weights=True``, this class's default.
-
-    Called as :class:`LargeMarginSoftmax`, with the same settings.
-
-    Examples:
-        >>> loss = SphereFace(2, 2, margin=2)
-        >>> _ = loss.load_state_dict({"weights": 3 * torch.eye(2)})
-        >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()   # ψ(90°) = −1: log(1 + e^(1 + 1))
-        tensor(2.1269)
-    """
-
-    normalize_weights: bool = True
-
-
 def _psi(cosine: Tensor, margin: int) -> Tensor:
     """Return ψ(θ), with cos(m θ) as the Chebyshev polynomial of cos θ, whose gradient is finite at θ = 0 and π."""
     before, multiple = torch.ones_like(cosine), cosine

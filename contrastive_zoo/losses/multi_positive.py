@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import NonNegative, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import ValueRule, described
 
-Duplicates = Literal["positive", "ignore", "negative"]
+Duplicates = Literal["positive", "ignore"]
 
 
 class MultiPositive(Loss, engine="rows"):
@@ -39,8 +39,7 @@ class MultiPositive(Loss, engine="rows"):
     Args:
         temperature: t > 0.
         duplicates: where row i of queries belongs to row i of keys, and has one id, what other keys of its id are, such as a
-            caption that occurs twice: ``"positive"``, targets as key i; ``"ignore"``, left out of C(i); or ``"negative"``,
-            candidates like any, as in InfoNCE.
+            caption that occurs twice: ``"positive"``, targets as key i, or ``"ignore"``, left out of C(i).
         symmetric: whether to average with the direction from keys to queries, for paired embeddings with one id each.
         normalize: normalise embeddings first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
@@ -72,11 +71,9 @@ class MultiPositive(Loss, engine="rows"):
     ) -> Inputs:
         rows = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
         problem = _pairing_problem(queries, keys, ids, key_ids, weights)
-        only_paired = self.symmetric or self.duplicates != "positive"
+        only_paired = self.symmetric or self.duplicates == "ignore"
         if problem is None and only_paired and (key_ids is not None or weights is not None):
-            problem = (
-                "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
-            )
+            problem = "symmetric and duplicates='ignore' are for paired rows: leave key_ids and weights out."
         if weights is None:
             return Inputs.of(rows, problem)
         negative = f"weights are non-negative, one per id, got some of {described(weights)} that are negative or NaN."
@@ -119,10 +116,8 @@ def _block_losses(
     for target, weight in zip(target_ids.unbind(1), weights.unbind(1), strict=True):
         targets = targets + weight[:, None] * (target[:, None] == ids_of_keys)
     candidates = torch.ones_like(block.positive)
-    if paired and duplicates != "positive":
-        if duplicates == "ignore":
-            candidates = block.positive | (targets == 0)
-        targets = block.positive.to(logits.dtype)
+    if paired and duplicates == "ignore":
+        candidates, targets = block.positive | (targets == 0), block.positive.to(logits.dtype)
     matched = targets > 0
     of_targets = masked_log_sum_exp(logits, matched, empty=0.0)
     of_others = masked_log_sum_exp(logits, candidates & ~matched)

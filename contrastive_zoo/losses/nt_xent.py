@@ -72,7 +72,7 @@ class DCL(TwoViewLoss, engine="rows"):
 
     Args:
         temperature: t > 0; a tensor or module is learnable.
-        sigma: σ > 0, None for no weights.
+        sigma: σ > 0, 0.5 in DCLW; None for no weights.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
@@ -102,19 +102,6 @@ class DCL(TwoViewLoss, engine="rows"):
             weight = 2 - batch.total * logits.softmax(0)[batch.samples.local]
         loss, companions = BlockLoss(_decoupled, temperature=batch.settings.temperature), [(weight.repeat(2), ids)]
         return reduce_rows(batch, loss, z, ids, times=2, companions=companions, reduction=self.reduction)
-
-
-class DCLW(DCL):
-    """This class has von Mises–Fisher weights on the positives by default: it is :class:`DCL` with ``sigma=0.5``.
-
-    Called as :class:`DCL`, with the same settings.
-
-    Examples:
-        >>> DCLW()(torch.eye(2), torch.eye(2)).equal(DCL(sigma=0.5)(torch.eye(2), torch.eye(2)))
-        True
-    """
-
-    sigma: Sigma = 0.5
 
 
 def _decoupled(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,19 +156,6 @@ class HCL(TwoViewLoss, engine="rows"):
             log_negatives=math.log(max(1, 2 * batch.total - 2)),
         )  # fmt: skip
         return reduce_rows(batch, loss, z, batch.indices(times=2), times=2, reduction=self.reduction)
-
-
-class Debiased(HCL):
-    """Compute :class:`HCL` with β = 0, this class's default: corrected for negatives of the anchor's class alone.
-
-    Called as :class:`HCL`, with the same settings.
-
-    Examples:
-        >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)
-        tensor(0.4671)
-    """
-
-    beta: NonNegative = 0.0
 
 
 def _estimated_negatives_loss(

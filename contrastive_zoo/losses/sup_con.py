@@ -207,7 +207,6 @@ class TupletMargin(RowLoss):
     Args:
         temperature: t, the paper's 1/s.
         margin: β in degrees, 0 to 180.
-        average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
@@ -221,7 +220,6 @@ class TupletMargin(RowLoss):
 
     temperature: Temperature = 1 / 64
     margin: Annotated[float, _ANGLE] = 5.73
-    average: Average = "pairs"
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         cos, beta = block.anchors @ block.candidates.T, math.radians(self.margin)
@@ -229,7 +227,7 @@ class TupletMargin(RowLoss):
         sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
         slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
         logits, of_positives = (x / self.temperature for x in (cos, slack))  # type: ignore[operator]  # as above
-        return info_nce_per_positive(logits, block, self.average, positive_logits=of_positives)
+        return info_nce_per_positive(logits, block, "pairs", positive_logits=of_positives)
 
 
 class NCA(RowLoss):

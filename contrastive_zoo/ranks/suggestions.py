@@ -14,10 +14,13 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., None])
 
 NAMES_ELSEWHERE = {
+    "angle": "CoSENT",
     "byol": "NegativeCosine",
     "cachedmultiplenegativesranking": "GradCache",
     "centersperclass": "sub_centers",
     "criterion": "loss",
+    "dclw": "DCL",
+    "debiased": "HCL",
     "distributedlosswrapper": "DistributedLoss",
     "embeddim": "embedding_size",
     "embeddingdim": "embedding_size",
@@ -35,6 +38,7 @@ NAMES_ELSEWHERE = {
     "s": "scale",
     "simclr": "NTXent",
     "simsiam": "NegativeCosine",
+    "sphereface": "LargeMarginSoftmax",
     "t": "temperature",
     "targets": "labels",
     "tau": "temperature",

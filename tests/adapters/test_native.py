@@ -264,7 +264,7 @@ def test_the_page_has_a_row_for_every_export_and_marks_the_native_ones() -> None
 
 
 REASONS: list[tuple[Callable[[], Any], Callable[[], Any] | None, str]] = [
-    (lambda: L.SphereFaceLoss(2, 2), None, "construct contrastive_zoo.SphereFace"),
+    (lambda: L.SphereFaceLoss(2, 2), None, "construct contrastive_zoo.LargeMarginSoftmax"),
     (lambda: L.AngularLoss(), None, "not normalised"),
     (lambda: L.NTXentLoss(distance=D.LpDistance()), None, r"LpDistance\(p=2, power=1\)"),
     (lambda: L.NTXentLoss(distance=D.DotProductSimilarity(p=1)), None, "1-norm"),

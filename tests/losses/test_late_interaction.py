@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange, tiling
-from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, Largest, close, distance, numbers, refused
 from tests.losses.zoo_pairs import dense_max_sim, dense_pairwise
@@ -97,26 +95,6 @@ def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
             cz.MaxSim()(tokens, tokens)
         sent.append(start_gather.call_args.args[0].dtype)
     assert sent == [torch.float32, torch.bfloat16]
-
-
-def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
-    queries, documents = (numbers(6, 3, WIDTH, seed=seed).requires_grad_() for seed in (1, 2))
-
-    def kept(value: Tensor) -> bool:
-        return value.grad_fn.saved_tensors[-1] is not None
-
-    def forward() -> Tensor:
-        tokens = [
-            TokenSets(x.flatten(0, 1), torch.full((6,), 3), Shards((6,)), Shards((18,)), [3] * 6)
-            for x in (queries, documents)
-        ]
-        return max_sim_scores(*tokens, world=cz.World())
-
-    with cz.engine.memory_budget(6 * 3 * 6):  # a byte for each token of the queries and each document
-        first, second = forward(), forward()
-        assert (kept(first), kept(second)) == (True, False)
-        first.sum().backward()
-        assert kept(forward())
 
 
 def largest_error(name: str, steps: Sequence[Sequence[Shard]], option: Any, budget: int, mutant: str = "") -> float:

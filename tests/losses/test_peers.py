@@ -214,7 +214,7 @@ OF_TEXTS: dict[str, Peer] = {
         smallest=2,
     ),
     "CoSENT": annotated(cz.CoSENT(), st.CoSENTLoss, torch.Tensor.double),
-    "AnglE": annotated(cz.AnglE(), st.AnglELoss, torch.Tensor.double),
+    "AnglE": annotated(cz.CoSENT(similarity="angle"), st.AnglELoss, torch.Tensor.double),
     "OnlineContrastive": online(lambda labels: labels > 0, 0.5),
     "OnlineContrastive, only positives": online(torch.ones_like, 0.5),
     "OnlineContrastive, only negatives": online(torch.zeros_like),
@@ -276,7 +276,7 @@ OF_METRICS: dict[str, Peer] = {
     "LargeMarginSoftmax, scaled": Peer(
         partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss, margin=3, scale=0.5)
     ),
-    "SphereFace": Peer(partial(of_weights, cz.SphereFace, pml.SphereFaceLoss)),
+    "SphereFace": Peer(partial(of_weights, partial(cz.LargeMarginSoftmax, normalize_weights=True), pml.SphereFaceLoss)),
 }  # fmt: skip
 
 
@@ -370,7 +370,7 @@ def lejepa(_: Tensor) -> tuple[Loss, Loss]:
 OF_IMAGES: dict[str, Peer] = {
     "NTXent": lightly("ntx_ent_loss.NTXentLoss", cz.NTXent(temperature=0.5)),
     "DCL": lightly("dcl_loss.DCLLoss", cz.DCL(temperature=0.1)),
-    "DCLW": lightly("dcl_loss.DCLWLoss", cz.DCLW(temperature=0.1)),
+    "DCLW": lightly("dcl_loss.DCLWLoss", cz.DCL(temperature=0.1, sigma=0.5)),
     "BarlowTwins": lightly("barlow_twins_loss.BarlowTwinsLoss", cz.BarlowTwins(lambda_=5e-3)),
     "VICReg": lightly("vicreg_loss.VICRegLoss", cz.VICReg()),
     "AlignUniform": lightly("hypersphere_loss.HypersphereLoss", cz.AlignUniform(t=1.0)),

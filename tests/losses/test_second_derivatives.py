@@ -47,24 +47,6 @@ def test_second_derivatives_are_those_of_the_definition(entry: Entry, outside: b
         close(x, y, 1e-9 if entry.name.startswith("SwAV") else 1e-10)
 
 
-ONE_BY_ONE = [entry for entry in EVERY if entry.name in ("Angular", "SmoothAP", "Triplet, soft")]
-assert len(ONE_BY_ONE) == 3
-
-
-@pytest.mark.parametrize("entry", ONE_BY_ONE, ids=str)
-def test_positives_one_at_a_time_have_the_third_derivative_of_the_definition(entry: Entry) -> None:
-    """Their terms are computed again for each order."""
-    (z,) = at = rows(entry)
-
-    def third(value: Tensor) -> Tensor:
-        return torch.autograd.grad(derivative(derivative(value, at), at), z)[0]
-
-    loss = entry.make().double()
-    with cz.engine.plain_formulas():
-        found = third(loss(z, LABELS))
-    close(found, third(entry.dense(z, LABELS, temperature=1.0)))
-
-
 def cubic(z: Tensor, labels: Tensor) -> Tensor:
     return (z @ z.T).pow(3).mean() + 0 * labels.sum()
 

@@ -78,7 +78,7 @@ COOL = {"teacher_temperature": 0.7}
 
 ENTRIES = [
     row("CoSENT", dense_cosent, "labels", scored),
-    row("AnglE", dense_cosent, "labels", scored, similarity="angle"),
+    row("CoSENT, angle", dense_cosent, "labels", scored, similarity="angle"),
     row("OnlineContrastive", dense_online_contrastive, "labels", of_parity, reduction="sum"),
     row("MegaBatchMargin", dense_mega_batch_margin),
     row("MarginMSE", dense_margin_mse, "views", margins_of, 4),

@@ -53,7 +53,7 @@ def dense_multi_positive(
         s = unit(q) @ unit(k).T / temperature
         if duplicates == "positive":
             return F.cross_entropy(s, targets / targets.sum(1, keepdim=True))
-        left_out = (targets > 0) & ~itself(s) if duplicates == "ignore" else torch.zeros_like(targets).bool()
+        left_out = (targets > 0) & ~itself(s)
         return F.cross_entropy(s.masked_fill(left_out, -torch.inf), torch.arange(len(s)))
 
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
@@ -180,10 +180,6 @@ def dense_hcl(a: Tensor, b: Tensor, temperature: Any, tau_plus: float = 0.1, bet
     return -(positive / (positive + true)).log().mean() if m else 0 * z.sum()
 
 
-def dense_debiased(a: Tensor, b: Tensor, temperature: Any) -> Tensor:
-    return dense_hcl(a, b, temperature, beta=0.0)
-
-
 def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
     s, (positive, negative) = unit(z) @ unit(z).T / temperature, masks(labels)
     shares = log_sums(s, positive, empty=0.0) - log_sums(s, positive | negative, empty=0.0)
@@ -284,13 +280,12 @@ ENTRIES: list[Entry] = [
     row("SigLIP", dense_siglip, kind=learnt(cz.SigLIP)),
     row("MultiPositive, duplicates positive", dense_multi_positive, "labels", two_towers),
     row("MultiPositive, ignored", dense_multi_positive, "labels", two_towers, duplicates="ignore"),
-    row("MultiPositive, negative", dense_multi_positive, "labels", two_towers, duplicates="negative"),
     row("MultiPositive, symmetric", dense_multi_positive, "labels", two_towers, symmetric=True),
     row("MultiPositive, several targets", dense_multi_positive, "labels", several_targets),
     row("DCL", dense_dcl, "views"),
-    row("DCLW", dense_dcl, "views", sigma=0.5),
+    row("DCL, weighted", dense_dcl, "views", sigma=0.5),
     row("HCL", dense_hcl, "views"),
-    row("Debiased", dense_debiased, "views"),
+    row("HCL, debiased", dense_hcl, "views", beta=0.0),
     row("MNRL", dense_mnrl, "views", mined, 4),
     row("MNRL, all directions", dense_mnrl, "views", mined, 4, directions=ALL, **HARD),
     row("MNRL, symmetric", dense_mnrl, "views", mined, 4, directions=BOTH, partition_mode="per_direction"),

@@ -98,5 +98,5 @@ ENTRIES = [
     of_classes("SoftTriple", dense_soft_triple, sub_centers=3),
     of_classes("ProxyAnchor", dense_proxy_anchor),
     of_classes("LargeMarginSoftmax", dense_large_margin),
-    of_classes("SphereFace", dense_large_margin, margin=3, normalize_weights=True),
+    of_classes("LargeMarginSoftmax, unit weights", dense_large_margin, margin=3, normalize_weights=True),
 ]

@@ -24,7 +24,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "partition_mode": ("joint", "per_direction"),
     "symmetric": (False, True),
     "denominator": ("exact", "reference"),
-    "duplicates": ("positive", "ignore", "negative"),
+    "duplicates": ("positive", "ignore"),
     "neg_margin": (1.0, 0.8),
     "margin": (0.05, 0.3),
     "temperature": (0.5, 0.3, 0.02),

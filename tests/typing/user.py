@@ -20,7 +20,7 @@ cz.ArcFace(10)  # error
 cz.ArcFace(10, 8, sub_centres=3)  # error
 cz.ArcFace(10, 8, weights=z)  # error
 cz.ProxyAnchor(10, 8, sub_centers=3)  # error
-cz.DCLW(sigma="0.5")  # error
+cz.DCL(sigma="0.5")  # error
 cz.SigLIP(logit_bias="b")  # error
 cz.Triplet(margn=0.1)  # error
 cz.DistributedLoss(cz.NTXent(), grad_reduction="average")  # error
@@ -41,7 +41,7 @@ cz.ArcFace(10, 8, sub_centers=3, margin=0.5, shard_over=cz.World.of())
 cz.SoftTriple(10, 8, sub_centers=3)
 cz.SwAV(3, 8, temperature=0.1)
 cz.DINO(4, centre_momentum=0.5, teacher_temperature=0.07)
-cz.DCLW(sigma=0.4)
+cz.DCL(sigma=0.4)
 cz.SigLIP(logit_bias=-5.0)
 cz.SigLIP(logit_bias=nn.Parameter(torch.tensor([-10.0])))
 cz.Clip(temperature=0.05)

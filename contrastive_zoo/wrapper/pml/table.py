@@ -268,7 +268,7 @@ LOSSES: dict[type[nn.Module], Native | str] = {
     losses.SmoothAPLoss: "it follows its formula only where a batch has as many classes as rows of each.",
     losses.SoftTripleLoss: Native(
         SoftTriple, (numbers("la", "margin"), inverse(gamma="gamma"), _cosine, lambda _: {"tau": 0.0})),
-    losses.SphereFaceLoss: _by_hand("SphereFace"),
+    losses.SphereFaceLoss: _by_hand("LargeMarginSoftmax"),
     losses.SubCenterArcFaceLoss: Native(ArcFace, (_margin_and_scale, _cosine)),
     losses.SupConLoss: Native(SupCon, (_temperature, similarity), NONZERO),
     losses.ThresholdConsistentMarginLoss: _by_hand("ThresholdConsistentMargin"),
