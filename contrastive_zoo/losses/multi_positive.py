@@ -13,7 +13,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import NonNegative, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import ValueRule, described
 
 Duplicates = Literal["positive", "ignore"]
@@ -145,15 +145,13 @@ class NPairs(LabelledLoss, engine="rows"):
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With x_c, y_c the first two embeddings, in rank order, of the C classes that have two,
 
-        loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
+        loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t ]
 
-    which is ``cross_entropy(x @ y.T / t, arange(C))`` if λ is 0. With ``normalize=True`` equal to pytorch-metric-learning's
-    NPairsLoss, but for its ``embedding_regularizer``, a mean over all embeddings. For views use
-    ``InfoNCE(temperature=1.0, normalize=False)``.
+    which is ``cross_entropy(x @ y.T / t, arange(C))``. The paper adds the mean squared norm. With ``normalize=True`` equal to
+    pytorch-metric-learning's NPairsLoss. For views use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
         temperature: t > 0, in units of dot products. The paper has none.
-        l2: λ ≥ 0, the weight of the squared norms.
         normalize: the paper does not.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
 
@@ -166,7 +164,6 @@ class NPairs(LabelledLoss, engine="rows"):
     """
 
     temperature: Temperature = 1.0
-    l2: NonNegative = 0.0
     normalize: bool = False
     reduction: Reduction = "mean"
 
@@ -190,8 +187,7 @@ class NPairs(LabelledLoss, engine="rows"):
             batch, BlockLoss(_pair_losses, temperature=batch.settings.temperature), z[x], ids[x], candidates=z[y],
             candidate_ids=ids[y], shards=shards.selected(first), candidate_shards=shards.selected(second), reduction="none",
         )  # fmt: skip
-        squares = batch.settings.l2 * z.square().sum(-1)
-        losses = z.new_zeros(len(z)).index_add(0, x, losses) + squares.where((first | second)[shards.local], 0)
+        losses = z.new_zeros(len(z)).index_add(0, x, losses)
         if self.reduction != "mean":
             return batch.reduce(losses, reduction=self.reduction)
         return batch.reduce(losses, reduction="sum") / first.sum().clamp(min=1)

@@ -102,13 +102,3 @@ def test_gradients_for_a_trainer_are_not_differentiated_again(name: str, splits:
             return error_message(lambda: torch.autograd.grad(value, z, create_graph=True))
 
     assert all("a penalty of them would be W² times too large" in (text or "") for text in worlds.run(2, job))
-
-
-def test_a_memory_has_second_derivatives() -> None:
-    z = numbers(6, 3, seed=1).requires_grad_()
-    memory = cz.CrossBatchMemory(cz.Triplet(soft=True), 8, 3, dtype=torch.float64)
-    with cz.engine.plain_formulas():
-        (gradient,) = torch.autograd.grad(memory(z, LABELS), z, create_graph=True)
-        (second,) = torch.autograd.grad(gradient.square().sum(), z)
-    assert second.isfinite().all()
-    assert second.abs().max() > 0

@@ -57,7 +57,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
         (0.0, -1.0, *ANY),
     ),
     (
-        "BarlowTwins.lambda_ HCL.beta MNRL.hardness_strength Margin.nu NPairs.l2 RankedList.t_p "
+        "BarlowTwins.lambda_ HCL.beta MNRL.hardness_strength Margin.nu RankedList.t_p "
         "RankedList.t_n RankedList.epsilon SoftTriple.tau",
         (-1.0, *ANY),
     ),

@@ -212,14 +212,12 @@ def dense_nca(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
     return mean_over(losses[positive.any(1)])
 
 
-def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any, l2: float = 0.0) -> Tensor:
+def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
     members = [(labels == c).nonzero().flatten().tolist() for c in labels.unique()]
     x, y = ([z[rows[k]] for rows in members if len(rows) > 1] for k in range(2))
     if not x:
         return 0 * z.sum()
-    a, b = torch.stack(x), torch.stack(y)
-    norms = l2 * (a.square().sum(1) + b.square().sum(1)).mean()
-    return F.cross_entropy(a @ b.T / temperature, torch.arange(len(a))) + norms
+    return F.cross_entropy(torch.stack(x) @ torch.stack(y).T / temperature, torch.arange(len(x)))
 
 
 def learnt(cls: Any) -> Any:
@@ -303,8 +301,5 @@ ENTRIES: list[Entry] = [
     row("TupletMargin", dense_tuplet_margin, "labels"),
 ]
 
-ORDERED: list[Entry] = [
-    row("NPairs", dense_n_pairs, "labels"),
-    row("NPairs, l2", dense_n_pairs, "labels", l2=0.1),
-]
+ORDERED: list[Entry] = [row("NPairs", dense_n_pairs, "labels")]
 """Losses that care which of a class's embeddings come first."""
