@@ -147,7 +147,7 @@ class NPairs(LabelledLoss, engine="rows"):
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t ]
 
-    which is ``cross_entropy(x @ y.T / t, arange(C))``. The paper adds the mean squared norm. With ``normalize=True`` equal to
+    which is ``cross_entropy(x @ y.T / t, arange(C))``. The paper adds squared norms. With ``normalize=True`` equal to
     pytorch-metric-learning's NPairsLoss. For views use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
