@@ -32,10 +32,10 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
         >>> native = to_native(losses.TripletMarginLoss(0.2), miners.BatchHardMiner())
         >>> native.margin, native.mining
         (0.2, 'hard')
-        >>> to_native(losses.ManifoldLoss())
+        >>> to_native(losses.PNPLoss())
         Traceback (most recent call last):
         ...
-        ValueError: ManifoldLoss has no exact translation: this library has no such formula.
+        ValueError: PNPLoss has no exact translation: this library has no such formula.
     """
     try:
         return _translate(loss, miner)
