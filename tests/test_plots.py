@@ -28,13 +28,8 @@ def test_the_histogram_counts_every_pair_once(worlds):
 
 
 def test_every_picture_is_a_figure(tmp_path):
-    images = torch.rand(4, 5, 6)
-    found = torch.tensor([[1, 2], [0, 3]])
     pictures = {
         "histogram": plots.similarity_histogram(ROWS, ROWS[:5], labels=LABELS, gallery_labels=LABELS[:5]),
-        "strips": plots.retrieval_strips(
-            list(images[:2]), list(images[found]), relevant=found > 1, scores=torch.rand(2, 2)
-        ),
         "map": plots.embedding_map(ROWS, LABELS),
         "map without labels": plots.embedding_map(ROWS),
     }
@@ -45,8 +40,6 @@ def test_every_picture_is_a_figure(tmp_path):
 
 
 def test_mistakes_are_named(worlds):
-    with pytest.raises(ValueError, match=r"2 queries and 1 strips of \[1\]"):
-        plots.retrieval_strips([ROWS, ROWS], [[ROWS]])
     with pytest.raises(ValueError, match="3 for 30 rows"):
         plots.embedding_map(ROWS, LABELS[:3])
 

@@ -1,11 +1,11 @@
 """Pictures of embeddings, each one call that returns a matplotlib Figure; ``pip install 'contrastive_zoo[plot]'``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.metrics.figures import Measurement, pair_sums, unit
@@ -66,59 +66,12 @@ def similarity_histogram(
     return figure
 
 
-def retrieval_strips(
-    queries: Sequence[Any],
-    neighbors: Sequence[Sequence[Any]],
-    *,
-    relevant: Bool[Tensor, "n k"] | None = None,
-    scores: Float[Tensor, "n k"] | None = None,
-) -> Figure:
-    """Draw each query beside its nearest neighbours, one query a row.
-
-    Args:
-        queries: images, [height, width] or [height, width, 3].
-        neighbors: for each query the images of its neighbours, nearest first.
-        relevant: whether each neighbour is relevant; drawn as the colour of its frame.
-        scores: the similarity of each neighbour, written above it.
-
-    Raises:
-        ValueError: no queries, or queries with different numbers of neighbours.
-
-    Examples:
-        >>> figure = retrieval_strips([torch.zeros(4, 4)], [[torch.zeros(4, 4), torch.ones(4, 4)]])
-        >>> len(figure.axes)
-        3
-    """
-    widths = {len(of_query) for of_query in neighbors}
-    if not queries or len(queries) != len(neighbors) or len(widths) != 1:
-        raise ValueError(
-            f"retrieval_strips: each query has a strip of equally many neighbours, got {len(queries)} queries and "
-            f"{len(neighbors)} strips of {sorted(widths)} neighbours."
-        )
-    rows, columns = len(queries), 1 + widths.pop()
-    with styled_figure(rows, columns, figsize=(1.2 * columns, 1.3 * rows), squeeze=False) as (figure, axes):
-        for i, (query, of_query) in enumerate(zip(queries, neighbors, strict=True)):
-            for j, image in enumerate([query, *of_query]):
-                axis = axes[i, j]
-                axis.imshow(torch.as_tensor(image).detach().cpu().numpy(), cmap="gray")
-                axis.set(xticks=[], yticks=[])
-                colour = DARK if j == 0 or relevant is None else RIGHT if relevant[i, j - 1] else WRONG
-                axis.spines[:].set(visible=True, color=colour, linewidth=2.5)
-                if j and scores is not None:
-                    axis.set_title(f"{float(scores[i, j - 1]):.2f}", fontsize=8, loc="center", pad=3)
-        axes[0, 0].set_title("query", fontsize=8, loc="center", pad=3)
-    return figure
-
-
-def embedding_map(
-    rows: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None, *, title: str = "Embeddings"
-) -> Figure:
+def embedding_map(rows: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Figure:
     """Draw embeddings of unit length on the plane of their largest variance, one colour per label.
 
     Args:
         rows: embeddings of one process.
         labels: one integer per embedding.
-        title: the title.
 
     Raises:
         ValueError: embeddings and labels that do not belong together.
@@ -135,7 +88,7 @@ def embedding_map(
         for number, label in enumerate(labels.unique().tolist()):
             x, y = plane[labels == label].T.tolist()
             axis.scatter(x, y, s=14, color=TEN[number % len(TEN)], linewidth=0, label=str(label))
-        axis.set(xticks=[], yticks=[], aspect="equal", adjustable="datalim", title=title)
+        axis.set(xticks=[], yticks=[], aspect="equal", adjustable="datalim", title="Embeddings")
         axis.spines[:].set_visible(False)
         if 1 < len(labels.unique()) <= len(TEN):
             axis.legend(markerscale=2, handlelength=1)
@@ -194,9 +147,7 @@ def _pair_counts(
 
 
 @contextmanager
-def styled_figure(
-    rows: int, columns: int, figsize: tuple[float, float], **settings: Any
-) -> Iterator[tuple[Figure, Any]]:
+def styled_figure(rows: int, columns: int, figsize: tuple[float, float]) -> Iterator[tuple[Figure, Any]]:
     with rc_context(STYLE):
         figure = Figure(figsize=figsize, layout="constrained")
-        yield figure, figure.subplots(rows, columns, **settings)
+        yield figure, figure.subplots(rows, columns)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -72,32 +71,6 @@ def with_trainer(folder: str, resume: bool) -> list[list[int]]:
     return model.seen
 
 
-def with_lightning() -> list[list[int]]:
-    """Lightning: ``use_distributed_sampler=False``."""
-    import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Recorder()
-
-        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.model(batch["x"])["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    torchrun_variables()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", max_epochs=EPOCHS, use_distributed_sampler=False,
-        **quiet,
-    )  # fmt: skip
-    module = Module()
-    trainer.fit(module, loader())
-    return module.model.seen
-
-
 def test_an_audit_lists_the_batches_of_a_sampler() -> None:
     (epoch,) = listed([loader()])
     assert epoch.batches == expected()[: len(epoch.batches)]
@@ -145,6 +118,8 @@ def test_a_trainer_that_would_split_each_part_again_is_refused(monkeypatch: pyte
     assert len(split_again(0) + split_again(1)) < 24
 
 
-def test_lightning(own: Worlds) -> None:
-    pytest.importorskip("lightning")
-    assert merged(own.run(2, quietly, with_lightning)) == expected()
+def test_lightning_tells_the_sampler_the_epoch() -> None:
+    data = pytest.importorskip("lightning.fabric.utilities.data")
+    batches: Any = loader()
+    data._set_sampler_epoch(batches, 2)  # Lightning calls it before each epoch
+    assert batches.batch_sampler.epoch == 2
