@@ -174,6 +174,7 @@ DIFFERENCES = {
     ("Held", "the loss.table['a'][0] grows"): "rank 1",
     ("a bank", "the loss.pointer grows"): "pointer",
     ("an empty bank", "a hook of the loss"): HOOKS,
+    ("an empty bank", "a forward of the loss"): HOOKS,
     ("WeightedSum", "a backward hook of the loss"): HOOKS,
     ("Clip", "temperature.log_scale grows"): "parameters, buffers or settings differ between ranks",
     ("Clip", "temperature.log_scale is frozen"): ", learnt, rank 1 has float64",
