@@ -24,8 +24,8 @@ $(BIN)/python:
 
 # other libraries' loss code, without their dependencies; one that cannot be had is named, skipped and tried again next time
 EACH_INTO = xargs -n 1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --retries=1 --timeout=15 --upgrade --target
-.venv/.peers-installed: .ci/peers.txt .ci/trainers.txt .venv/.installed
-	if grep == .ci/peers.txt | $(EACH_INTO) .venv/peers && grep == .ci/trainers.txt | $(EACH_INTO) .venv/trainers; then touch $@; fi
+.venv/.peers-installed: .ci/peers.txt .venv/.installed
+	if grep == .ci/peers.txt | $(EACH_INTO) .venv/peers; then touch $@; fi
 
 demo: .venv/.demo-installed
 	$(BIN)/python -m examples.demo

@@ -48,27 +48,25 @@ def labels(n: int) -> Tensor:
     return torch.arange(n) % 3
 
 
-def test_several_towers_several_outputs_and_two_views() -> None:
+def in_chunks(model: nn.Module, size: int) -> Callable[[Tensor], Tensor]:
+    """Encode as GradCache does, with all activations at once."""
+    return lambda x: torch.cat([model(chunk) for chunk in x.split(size)])
+
+
+def test_several_outputs_and_two_views() -> None:
     x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
-
-    def views(model: Any) -> None:
-        encode = cz.GradCache(model, 2)
-        loss_fn(encode(x), encode(y)).backward()
-
-    for make, *steps in (
-        (TwoTowers, lambda model: loss_fn(*model(x, y)).backward(),
-         lambda model: loss_fn(*cz.GradCache(model, 2)(x, y=y)).backward()),
-        (mlp, lambda model: loss_fn(model(x), model(y)).backward(), views),
-    ):  # fmt: skip
+    for make, embed in (
+        (TwoTowers, lambda encode: encode(x, y=y)),
+        (mlp, lambda encode: (encode(x), encode(y))),
+    ):
         found = []
-        for step in steps:
+        for encoder in (lambda model: model, lambda model: cz.GradCache(model, 2)):
             model = make()
             loss_fn.zero_grad()
-            step(model)
+            loss_fn(*embed(encoder(model))).backward()
             found.append([*gradients(model), loss_fn.temperature.log_scale.grad.clone()])
-        for others in found[1:]:
-            same(others, found[0])
+        same(*found)
 
 
 class Reader(nn.Module):
@@ -190,10 +188,7 @@ def trained_with_buffers(kind: str, cached: bool) -> tuple[Gradients, Gradients]
     for step in range(4):
         x, y = (part.split(shards)[rank] for part in (numbers(sum(shards), IN, seed=step), labels(sum(shards))))
         optimizer.zero_grad()
-        if not cached:
-            loss_fn(torch.cat([wrapped(chunk) for chunk in x.split(size)]), y).backward()
-        else:
-            loss_fn(cz.GradCache(wrapped, size)(x), y).backward()
+        loss_fn((cz.GradCache if cached else in_chunks)(wrapped, size)(x), y).backward()
         optimizer.step()
     return [x.detach() for x in model.parameters()], list(model.buffers())
 
@@ -211,27 +206,17 @@ def test_buffers_are_those_of_a_plain_training(kind: str, worlds: Worlds) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
     x, found = numbers(8, IN, seed=0, dtype=torch.float32), list[Gradients]()
-
-    def loss_fn(z: Tensor) -> Tensor:
-        return cz.SupCon(temperature=0.5)(z, labels(8))
-
-    for how, run in {
-        "plain": lambda model, scaler: scaler.scale(
-            loss_fn(torch.cat([model(part) for part in x.split(3)]))
-        ).backward(),
-        "GradCache": lambda model, scaler: scaler.scale(loss_fn(cz.GradCache(model, 3)(x))).backward(),
-    }.items():
+    for encoder in (in_chunks, cz.GradCache):
         model, scaler = mlp().float(), torch.amp.GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         # with its cache, autocast adds the plain chunks' gradients up in 16 bits
-        with torch.autocast("cpu", dtype=dtype, cache_enabled=how != "plain"):
-            run(model, scaler)
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=encoder is cz.GradCache):
+            scaler.scale(cz.SupCon(temperature=0.5)(encoder(model, 3)(x), labels(8))).backward()
             assert model[0](x).requires_grad  # the first pass has left no weights without a graph in autocast's cache
         scaled = gradients(model)
         scaler.step(optimizer)
         found.append([*scaled, *gradients(model), *(p.detach() for p in model.parameters())])
-    for others in found[1:]:
-        same(others, found[0], 1e-6)
+    same(*found, 1e-6)
     assert found[0][0].abs().max() > 1.0  # it was scaled
 
 
@@ -337,6 +322,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "got one with gaps or on both sides": lambda: cz.GradCache(Reader(), chunk_tokens=9)(
         texts()[0], attention_mask=texts()[1].roll(dist.get_rank(), 1)
     ),
+    "one row for each of 1 samples, got float64 [7, 4]. Pass chunk_size": lambda: cz.GradCache(
+        AllTokens(), chunk_tokens=9
+    )(texts((7,))[0], attention_mask=texts((7,))[1]),
     "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: cz.GradCache(Reader(), chunk_tokens=5)(
         torch.zeros(2, 7, dtype=torch.long), attention_mask=texts((1, 5 + dist.get_rank()))[1]
     ),
@@ -348,12 +336,6 @@ def test_bad_input_is_refused_on_every_rank(words: str, worlds: Worlds) -> None:
     assert refused(worlds, 2, BAD[words], words).startswith("GradCache: ")
 
 
-def test_an_encoder_of_several_rows_a_text_takes_no_chunks_of_tokens() -> None:
-    ids, mask = texts((7,))
-    with pytest.raises(ValueError, match=r"one row for each of 1 samples, got float64 \[7, 4\]. Pass chunk_size"):
-        cz.GradCache(AllTokens(), chunk_tokens=9)(ids, attention_mask=mask)
-
-
 def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
     def job() -> int:
         if dist.get_rank() == 1:
@@ -362,16 +344,3 @@ def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
             return len(cz.GradCache(mlp(), 2)(numbers(5, IN, seed=0)))
 
     assert worlds.run(2, job) == [5, 0]
-
-
-class Spectrum(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(super().forward(x))
-
-
-def test_complex_outputs() -> None:
-    model, x = Spectrum(4, 3).double(), numbers(5, 4, seed=1)
-    expected, found = (
-        torch.autograd.grad(run(x).abs().square().sum(), model.weight) for run in (model, cz.GradCache(model, 2))
-    )
-    close(found[0], expected[0])

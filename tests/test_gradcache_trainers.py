@@ -1,17 +1,15 @@
 """GradCache under each trainer: a training in chunks ends with the parameters of one process that holds all activations.
 
-DeepSpeed and peft are not in every environment: their tests are skipped there.
+DeepSpeed is not in every environment: its tests are skipped there.
 """
 
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from importlib.machinery import PathFinder
-from typing import Any, NamedTuple
-from unittest import mock
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,19 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, drawn, local_shard, numbers, refused, split
+from tests.helpers import EXACT, as_torchrun, close, drawn, local_shard, numbers, refused, split
 from tests.test_operators import Operators
-from tools.pages import ROOT
 
 pytestmark = pytest.mark.trainers
 
 IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
-PEERS = str(ROOT / ".venv" / "trainers")
-
-
-def needed(package: str, command: str) -> None:
-    if PathFinder.find_spec(package, [*sys.path, PEERS]) is None:
-        pytest.skip(f"{package} is not installed; `make {command}` installs it")
 
 
 class LowRank(nn.Module):
@@ -69,32 +60,19 @@ class Block(nn.Module):
         return checkpoint(self.activations, x, use_reentrant=False) if self.recomputed else self.activations(x)
 
 
-def encoder_of(options: "Options") -> nn.Module:
-    blocks = [Block(options.layer(i, MIDDLE), options.dropout, options.recomputed) for i in (IN, MIDDLE)]
-    return nn.Sequential(*blocks, nn.Linear(MIDDLE, OUT))
-
-
-def adapted(options: "Options") -> nn.Module:
-    with mock.patch.object(sys, "path", [*sys.path, PEERS]):
-        from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=2, target_modules=["layer"], lora_dropout=0.2, init_lora_weights=False)
-    return get_peft_model(encoder_of(options), config)
-
-
 class Options(NamedTuple):
     layer: Callable[[int, int], nn.Module] = nn.Linear
     dropout: float = 0.0
     recomputed: bool = False
     towers: int = 1
     accumulate: int = 1
-    encoder: Callable[["Options"], nn.Module] = encoder_of
 
     def encoders(self) -> list[nn.Module]:
         result = []
         for seed in range(self.towers):
             torch.manual_seed(seed)
-            result.append(self.encoder(self).double())
+            blocks = [Block(self.layer(i, MIDDLE), self.dropout, self.recomputed) for i in (IN, MIDDLE)]
+            result.append(nn.Sequential(*blocks, nn.Linear(MIDDLE, OUT)).double())
         return result
 
 
@@ -103,7 +81,6 @@ OPTIONS = {
     "dropout, recomputed activations": Options(dropout=0.3, recomputed=True, accumulate=2),
     "two towers": Options(towers=2),
     "adapters": Options(layer=LowRank, accumulate=2),
-    "adapters of peft": Options(accumulate=2, encoder=adapted),
     "all": Options(LowRank, dropout=0.3, recomputed=True, towers=2, accumulate=2),
 }
 
@@ -173,6 +150,8 @@ def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
 
 
 class Trainer:
+    tolerance = EXACT
+
     def __init__(self, options: Options) -> None:
         self.step: nn.Module = DistributedDataParallel(self.cached(options.encoders()))
 
@@ -184,8 +163,10 @@ class Trainer:
     def backward(self, inputs: list[Tensor], share: float) -> None:
         (share * self.step(*inputs)).backward()
 
-    def reduce(self) -> None:
-        """Reduce the gradients that the backward pass has not reduced."""
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+        """End a step, whose gradients are there."""
+        optimizer.step()
+        optimizer.zero_grad()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -207,8 +188,9 @@ class ByHand(Trainer):
     def __init__(self, options: Options) -> None:
         self.step = self.cached(options.encoders())
 
-    def reduce(self) -> None:
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
         cz.average_gradients(self.step.encoders)
+        super().finish(optimizer)
 
 
 class FSDP(Trainer):
@@ -238,8 +220,39 @@ class HSDP(FSDP):
         return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-def whole(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+class Zero1(Trainer):
+    """A stage of DeepSpeed's ZeRO, whose engine owns the backward pass; gloo sends, and nothing is compiled."""
+
+    stage, tolerance = 1, 1e-6  # DeepSpeed takes no float64
+
+    def __init__(self, options: Options) -> None:
+        as_torchrun()
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__.clear()
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        deepspeed.init_distributed("gloo")
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": options.accumulate,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        self.step = self.cached(options.encoders()).float()
+        self.engine, *_ = deepspeed.initialize(model=self.step, optimizer=optimizer_of(self.step), config=config)
+
+    def backward(self, inputs: list[Tensor], share: float) -> None:
+        self.engine.backward(self.engine(*(x.float() for x in inputs)))
+        self.engine.step()
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+        """The engine has done it."""
+
+
+class Zero2(Zero1):
+    stage = 2
 
 
 def train(trainer: type[Trainer], options: Options, shards: Sequence[int]) -> list[Tensor]:
@@ -252,25 +265,28 @@ def train(trainer: type[Trainer], options: Options, shards: Sequence[int]) -> li
             is_last = micro_step == options.accumulate - 1
             with nullcontext() if is_last else training.accumulating():
                 training.backward(inputs, 1 / options.accumulate)
-        training.reduce()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [whole(x) for x in training.step.parameters()]
+        training.finish(optimizer)
+    parameters = (x.full_tensor() if isinstance(x, DTensor) else x for x in training.step.parameters())
+    return [x.detach().double() for x in parameters]
 
 
 TRAINERS: list[type[Trainer]] = [Trainer, DDPInside, ByHand, FSDP, HSDP]
 SHARDS = {"plain": (0, 5), "adapters": (2, 0, 5), "two towers": (5, 0)}
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="`make test-trainers` installs deepspeed")
+ZERO = [pytest.param(x, marks=needs_deepspeed) for x in (Zero1, Zero2)]
+CASES = [
+    *drawn(TRAINERS, OPTIONS, one_in=3),
+    *(pytest.param(*case, marks=needs_deepspeed) for case in drawn([Zero1, Zero2], OPTIONS, one_in=2)),
+]
 
 
-@pytest.mark.parametrize(("trainer", "options"), drawn(TRAINERS, OPTIONS, one_in=3))
+@pytest.mark.parametrize(("trainer", "options"), CASES)
 def test_a_training_ends_as_on_one_process(trainer: type[Trainer], options: str, worlds: Worlds) -> None:
-    if "peft" in options:
-        needed("peft", "test")
     shards = (5, 3, 0, 2) if trainer is HSDP else SHARDS.get(options, (5, 2))
     expected = on_one_process(OPTIONS[options], shards)
     for found in worlds.run(len(shards), train, trainer, OPTIONS[options], shards):
         for x, y in zip(found, expected, strict=True):
-            close(x, y)
+            close(x, y, trainer.tolerance)
 
 
 def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:
@@ -283,7 +299,7 @@ def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:
     return Counter(x for x in found.names if "reduce" in x)
 
 
-@pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP])
+@pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP, *ZERO])
 def test_gradients_are_reduced_as_often_as_with_one_chunk(trainer: type[Trainer], worlds: Worlds) -> None:
     once, often = (worlds.run(2, reductions, trainer, chunks) for chunks in (1, 4))
     assert sum(once[0].values()) > 0
@@ -325,56 +341,3 @@ REFUSED: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_trainer_that_would_lose_gradients_of_chunks_is_refused(words: str, worlds: Worlds) -> None:
     refused(worlds, 2, REFUSED[words], words)
-
-
-ZERO_SHARDS = (5, 2)
-
-
-@contextmanager
-def deepspeed_engine(step: nn.Module, stage: int, accumulate: int = 1) -> Iterator[Any]:
-    """Run the body with the engine of this rank; gloo sends, and nothing is compiled."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    of_launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with mock.patch.dict(os.environ, {**of_launcher, "DS_ACCELERATOR": "cpu"}):
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__.clear()
-        deepspeed.utils.logger.setLevel(logging.ERROR)
-        deepspeed.init_distributed("gloo")
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": accumulate,
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-        }
-        yield deepspeed.initialize(model=step, optimizer=optimizer_of(step), config=config)[0]
-
-
-def train_with_zero(stage: int, options: Options) -> tuple[list[Tensor], list[int]]:
-    step = Trainer.cached(options.encoders()).float()  # DeepSpeed takes no float64
-    messages = []
-    with deepspeed_engine(step, stage, options.accumulate) as engine:
-        for index in range(STEPS):
-            torch.manual_seed(10 * index + dist.get_rank())
-            for micro_step in range(options.accumulate):
-                loss = engine(
-                    *(local_shard(x, ZERO_SHARDS).float() for x in batch(index, micro_step, sum(ZERO_SHARDS)))
-                )
-                with Operators() as found:
-                    engine.backward(loss)
-                messages.append(sum("reduce" in x for x in found.names))
-                engine.step()
-        return [x.detach().clone() for x in step.parameters()], messages
-
-
-@pytest.mark.parametrize(("stage", "options"), drawn([1, 2], [x for x in OPTIONS if "peft" not in x], one_in=2))
-def test_a_training_with_zero_ends_as_on_one_process(stage: int, options: str, worlds: Worlds) -> None:
-    needed("deepspeed", "test-trainers")
-    expected = on_one_process(OPTIONS[options], ZERO_SHARDS)
-    accumulate = OPTIONS[options].accumulate
-    # stage 2 holds no gradients of all parameters between batches, so it reduces those of each batch
-    of_step = [int(stage > 1)] * (accumulate - 1) + [1]
-    for found, messages in worlds.run(2, train_with_zero, stage, OPTIONS[options]):
-        assert max(distance(x, y) for x, y in zip(found, expected, strict=True)) < 1e-6
-        assert messages == of_step * STEPS
