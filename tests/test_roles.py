@@ -32,14 +32,6 @@ class Prototypes(Scaled):
         return -(q * p.log()).sum(1).mean() + (p.mean(0) * (p.mean(0) / (prior / prior.sum())).log()).sum()
 
 
-class Queue(Scaled):
-    """MoCo v2+ of solo-learn: one positive, and the negatives of a queue [D, K]."""
-
-    def forward(self, query: Tensor, key: Tensor, queue: Tensor) -> Tensor:
-        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ queue], 1)
-        return F.cross_entropy(self.scale * logits, torch.zeros(len(query), dtype=torch.long))
-
-
 class Relations(Scaled):
     """ReSSL of solo-learn: similarities to a queue [K, D] of one view as a target for those of the other."""
 
@@ -87,8 +79,7 @@ CASES: dict[str, tuple[Callable[[], Any], Call, dict[str, Any]]] = {
     "complex numbers": (Phases, lambda a, b, p: (torch.complex(a, b),), {}),
     "their conjugates": (Phases, lambda a, b, p: (torch.complex(a, b).conj(),), {}),
     "prototypes": (Prototypes, lambda a, b, p: (a, b, p), {"shared": {"prototypes"}}),
-    "a queue of columns": (Queue, lambda a, b, p: (a, b, p.T), {"shared": ["queue"]}),
-    "a queue in a dict": (Relations, lambda a, b, p: (a, b, {"queue": p}), {"shared": {"memory"}}),
+    "a queue in a dict": (Relations, lambda a, b, p: (a, b, {"queue": p}), {"shared": ["memory"]}),
     "a path": (Relations, lambda a, b, p: (a, b, {"queue": p}), {"shared": {"memory['queue']"}}),
     "views": (Views, lambda a, b, p: (stack(a, b), a.detach()[:, 0].sign().long()), {"batch_dim": {"views": 1}}),
     "stacks": (Stacks, lambda a, b, p: ([stack(a, b), stack(b)], a[:, 0]), {"batch_dim": {"crops": 1}}),
