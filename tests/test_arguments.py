@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import groups, numbers
 
@@ -137,24 +136,6 @@ def test_ranks_of_one_model_are_left_out_by_their_group(worlds: Worlds) -> None:
 
     expected = with_other(torch.cat([of_rank(rank=0), of_rank(rank=1)]), torch.arange(5).repeat(2)).item()
     assert worlds.run(4, job) == [pytest.approx(expected)] * 4
-
-
-def test_a_step_sends_no_more_messages(worlds: Worlds) -> None:
-    """Labels, masks, lists and shared tensors are compared by the header that is sent anyway."""
-
-    def job() -> list[int]:
-        counts, batch_dim = [], {"z": 0, "other": 0, "more": 0}
-        for options in ({}, {"batch_dim": batch_dim}, {"check_distinct": False}, {"shared": {"more"}}):
-            loss, more = cz.DistributedLoss(with_other, **options), torch.eye(5) * dist.get_rank()
-            more = of_all() if "shared" in options else more
-            arguments = [of_rank(), of_rank(seed=9)], torch.arange(5) + dist.get_rank(), more
-            loss(*arguments)
-            with Messages() as messages:
-                loss(*arguments)
-            counts.append(len(messages.sent))
-        return counts
-
-    assert worlds.run(2, job) == [[2] * 4] * 2
 
 
 def equal_values() -> None:

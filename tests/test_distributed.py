@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, drawn, error_message, groups, local_shard, numbers, refused
+from tests.helpers import close, drawn, error_message, local_shard, numbers, refused
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -309,28 +309,3 @@ def test_attributes_of_the_loss_are_set_through_the_wrapper() -> None:
     assert loss_fn.mining == loss_fn.loss.mining
     with pytest.raises(AttributeError):
         loss_fn.nothing  # noqa: B018 - it is read
-
-
-def other(n: int = 4, seed: int = 0) -> Tensor:
-    return numbers(n, D, seed=100 * seed + rank()).requires_grad_()
-
-
-def test_subgroups_do_not_share_what_they_reserve(worlds: Worlds) -> None:
-    """Nor does a memory that fills change the shapes of a step."""
-
-    def job() -> list[Tensor]:
-        with groups((0, 1), (2,)) as own:
-            memory = cz.CrossBatchMemory(cz.InfoNCE(), 20, D, dtype=torch.float64)
-            whole = cz.DistributedLoss(memory)
-            part = cz.DistributedLoss(cz.NTXent(), process_group=own)
-            found = []
-            for step in range(4):
-                found += [
-                    whole(other(3, step), other(3, step + 50)).detach(),
-                    part(other(2, step), other(2, step + 50)).detach(),
-                ]
-        return found
-
-    zero, one, _ = worlds.run(3, job)
-    for a, b in zip(zero, one, strict=True):
-        close(a, b)
