@@ -275,7 +275,7 @@ def test_a_loss_that_holds_a_group_is_refused_on_every_rank(worlds: Worlds) -> N
     first, second = worlds.run(2, refusals)
     assert first == second
     assert "HoldsTheGroup: it sends 2 messages by a process group that it holds" in first[0]
-    for text, name in zip(first[1:-1], ("held_in_backward", "miner", "miner", "gathers_by_a_default"), strict=True):
+    for text, name in zip(first[1:-1], ("partial", "miner", "miner", "gathers_by_a_default"), strict=True):
         assert f"{name}: it sends 1 message by" in text
     assert "in a world of 1" in first[-1]
 
