@@ -154,19 +154,36 @@ def same_for_every_split(measure, world_size, worlds):
 
 
 def measured_in_shards(measure, arguments, seed):
-    """Return the metrics of a case whose queries and gallery are split at random; a rank has the judgements of its ids."""
-    rank, size, draw = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(seed)
-    rows = {name: len(arguments[name]) for name in ("queries", "gallery") if name in arguments}
-    cuts = {name: torch.randint(n + 1, (size - 1,), generator=draw).sort().values.tolist() for name, n in rows.items()}
-    parts = {name: slice(*[0, *cuts[name], n][rank : rank + 2]) for name, n in rows.items()}
-    local = dict(arguments)
-    for name, x in arguments.items():
-        if isinstance(x, torch.Tensor):
-            local[name] = x[parts["gallery" if name.startswith("gallery") else "queries"]]
-    if "judgements" in arguments:
-        here = torch.isin(arguments["judgements"][0], local["ids"])
-        local["judgements"] = tuple(x[here] for x in arguments["judgements"])
-    return repr(measure(**local))
+    return repr(measure(**shards(arguments, dist.get_world_size(), seed)[dist.get_rank()]))
+
+
+def shards(arguments, number, seed):
+    """Return parts of a case, whose queries and gallery are split at random; a part has the judgements of its ids."""
+    draw, found = torch.Generator().manual_seed(seed), [dict(arguments) for _ in range(number)]
+    for side in ("queries", "gallery") if "gallery" in arguments else ("queries",):
+        n = len(arguments[side])
+        cuts = torch.randint(n + 1, (number - 1,), generator=draw).sort().values.tolist()
+        for name, x in arguments.items():
+            if isinstance(x, torch.Tensor) and name.startswith("gallery") == (side == "gallery"):
+                for part, of_part in zip(found, x.tensor_split(cuts), strict=True):
+                    part[name] = of_part
+    for part in found if "judgements" in arguments else ():
+        here = torch.isin(arguments["judgements"][0], part["ids"])
+        part["judgements"] = tuple(x[here] for x in arguments["judgements"])
+    return found
+
+
+def collected(metrics, normalize, judgements=None, **tensors):
+    metric = cz.metrics.RetrievalMetrics(metrics, normalize=normalize)
+    for _ in range(2):  # the second time after a reset
+        metric.reset()
+        for part, judged in zip(shards(tensors, 3, 0), (None, judgements, None), strict=True):
+            metric.update(**part, judgements=judged)
+    return {name: x.item() for name, x in metric.compute().items()}
+
+
+def test_collected_batches_have_the_bits_of_the_whole(worlds):
+    same_for_every_split(collected, 2, worlds)
 
 
 def in_favour(levels, grade, number, runs=Levels.runs):
