@@ -1,11 +1,10 @@
-"""A demonstration: ``python -m examples.demo [FOLDER] [--json] [--docs]``, with the folder for its pictures.
+"""A demonstration: ``python -m examples.demo [FOLDER] [--docs]``, with the folder for its pictures.
 
 One process, and two that hold a third and two thirds of every batch, train encoders of scikit-learn's digits in float64.
 With DistributedLoss both end with the same encoder. With two common hand-written gathers they do not.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -69,11 +68,11 @@ def demo(
 ) -> dict[str, Any]:
     """Train all jobs, compare them with one process, print a line for each, and draw them into the folder.
 
-    Return in plain types ``ok``, whether every right job is the same on one process and on two; for the ``right`` and the
+    Return ``ok``, whether every right job is the same on one process and on two; for the ``right`` and the
     ``wrong`` jobs how far two processes are from one, and recall@1 of held-out digits before and after.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"folder": str(folder), "right": {}, "wrong": {}}
+    found: dict[str, Any] = {"right": {}, "wrong": {}}
     say = partial(print, file=out, flush=True)
     say(f"{'training':<24} {'value, W=1':>16} {'W=2':>6} {'recall@1':>16} {'difference':>11}")
     with Worlds(timeout=300) as worlds:
@@ -132,14 +131,11 @@ def write_page(found: dict[str, Any]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Compare one process with two.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("demo-output"), help="where pictures are written")
-    parser.add_argument("--json", action="store_true", help="print what was compared as JSON; words go to stderr")
     parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/pages/index.md")
     options = parser.parse_args()
     jobs = RIGHT if options.docs else (*RIGHT, *WRONG)
-    compared = demo(options.folder, sys.stderr if options.json else sys.stdout, jobs=jobs)
+    compared = demo(options.folder, jobs=jobs)
     if options.docs:
         write_page(compared)
         shutil.copy(options.folder / "example-sup-con.png", PAGES / "figures")
-    if options.json:
-        print(json.dumps(compared, indent=2))
     sys.exit(not compared["ok"])

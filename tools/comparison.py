@@ -65,7 +65,6 @@ class Run(NamedTuple):
         return Run(tuple((sum(shards),) for shards in self.steps))
 
 
-GROUPS = ("value", "encoder", "parameter", "buffer")
 Results = dict[str, Tensor]
 
 
