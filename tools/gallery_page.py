@@ -178,7 +178,7 @@ def gallery(rows: Sequence[Row]) -> dict[str, str]:
     libraries = ("torch", *sorted({x.library.replace("_", "-") for x in PEERS.values()}))
     return {
         "wrong": _verdicts(row for row in rows if row.recipe.mistake is not None and not row.recipe.library),
-        "libraries": f"Measured with {', '.join(f'{x} {version(x)}' for x in libraries)}.\n\n"
+        "libraries": f"Measured with {', '.join(f'{x} {version(x)}'.partition('+')[0] for x in libraries)}.\n\n"
         + _verdicts(row for row in rows if row.recipe.library),
     }
 
@@ -213,7 +213,7 @@ def effect(value: str, encoder: str, parameters: str, uneven: str) -> str:
 
 def main() -> None:
     with Worlds(timeout=6.0, grace=0.3) as worlds:
-        worlds.start(1, 2, 3, 4)
+        worlds.start(1, 2, 3, 4, imports=["sentence_transformers"])
         rows = measure_gallery(worlds)
     fill(PAGES / "gallery.md", gallery(rows))
     fill(ROOT / "README.md", {"truth table": truth_table(rows)})
