@@ -29,15 +29,9 @@ TRUTH_TABLE = (
 )
 """Rows of the truth table, by recipe."""
 
-TRUTHS = (
-    "what people write",
-    "encoder gradient",
-    "loss's own parameters",
-    "value returned",
-    "what uneven shards change",
-)
-MEASUREMENTS = ("what people write", "verdict", "what is wrong")  # heads of the tables
-
+TRUTHS = "what people write", "encoder gradient", "loss's own parameters", "value returned", "what uneven shards change"
+MEASUREMENTS = "what people write", "verdict", "what is wrong"
+"""Heads of the tables."""
 
 EVEN, UNEVEN = GlobalBatch((6, 6, 6, 6), d=4), GlobalBatch((3, 9), d=4)
 

@@ -51,13 +51,9 @@ BUILT: dict[str, Callable[..., nn.Module]] = {
     "UniformHistogramMiner": partial(miners.UniformHistogramMiner, num_bins=5, pos_per_bin=3, neg_per_bin=3),
 }
 
-BASES = {
-    **{f"Base{x}": "a base class" for x in ("LossWrapper", "MetricLossFunction", "Miner")},
-    "EmbeddingRegularizerMixin": "a mixin of the losses",
-    "GenericPairLoss": "a base class",
-    "WeightRegularizerMixin": "a mixin of the losses",
-}
-"""Exported classes that are not compared, and why."""
+_BASES = "LossWrapper", "MetricLossFunction", "Miner"
+BASES = ("EmbeddingRegularizerMixin", "GenericPairLoss", "WeightRegularizerMixin", *(f"Base{x}" for x in _BASES))
+"""Exported base classes and mixins, which are not compared."""
 
 AROUND_ANOTHER = ("CrossBatchMemory", "SelfSupervisedLoss")
 WITHOUT_LABELS = ("ManifoldLoss", "SelfSupervisedLoss", "VICRegLoss")
