@@ -206,8 +206,8 @@ def effect(value: str, encoder: str, parameters: str, uneven: str) -> str:
 
 
 def main() -> None:
-    with Worlds(timeout=6.0, grace=0.3) as worlds:
-        worlds.start(1, 2, 3, 4, imports=["sentence_transformers"])
+    with Worlds(timeout=20.0, grace=0.3) as worlds:
+        worlds.start(1, 2, 3, 4)
         rows = measure_gallery(worlds)
     fill(PAGES / "gallery.md", gallery(rows))
     fill(ROOT / "README.md", {"truth table": truth_table(rows)})
