@@ -9,6 +9,10 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
+# pytester forgets what is imported after it began, and these cannot be imported twice
+for _name in ("numpy.fft", "torch._dynamo"):
+    importlib.import_module(_name)
+
 PLUGIN = "contrastive_zoo.testing.pytest_plugin"
 HEADER = """
 import pytest
@@ -20,8 +24,6 @@ from hypothesis import given, strategies as st
 
 @pytest.fixture
 def run(pytester: pytest.Pytester):
-    for name in ("numpy.fft", "torch._dynamo"):  # a session in this process would import and forget them: not twice
-        importlib.import_module(name)
     installed = any(entry.name == "contrastive_zoo" for entry in entry_points(group="pytest11"))
 
     def run(source: str, *options: str) -> pytest.RunResult:
