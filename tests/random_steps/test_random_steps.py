@@ -65,7 +65,8 @@ def actions(name: str, world_size: int) -> st.SearchStrategy[Action]:
     if not loss.user_code:
         drawn += [action("set_precision", precision=["float64", "float32", "autocast"])]
         drawn += [action("set_setting", value=loss.setting[1])] if loss.setting else []
-        drawn += [action("set_hook", on=[True, False])] * (not (loss.sharded or loss.owners))
+        refuses_hooks = loss.sharded or loss.owners or name.startswith("MNRL")  # they see no indices of samples
+        drawn += [action("set_hook", on=[True, False])] * (not refuses_hooks)
         drawn += [step(3, how=["one step"])] * loss.remembers
         drawn += [action("set_option", ring=[True, False])] * can_ring(name)
     return of(drawn).flatmap(lambda x: x)
