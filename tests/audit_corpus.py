@@ -24,7 +24,7 @@ FORMS: dict[str, list[tuple[str, str]]] = {
         *(
             (x, y)
             for x in ("autocast", "GradScaler")
-            for y in ("residual", "dropout", "unused parameters", "noise inside")
+            for y in ("residual", "dropout", "unused parameters", "casts by hand")
         ),
     ],
     "accumulation": [("", "residual"), ("", "dropout"), ("autocast", "residual"), ("", "casts by hand")],
