@@ -28,7 +28,7 @@ from tools import pages
 from tools.mutants.changes import PACKAGE, Mutant, Name, modules, mutants_of, mutated
 
 TESTS = {
-    "engine": "engine losses kernels/test_implementation.py test_masks.py test_precision.py test_accelerator.py "
+    "engine": "engine losses kernels/test_implementation.py test_precision.py test_accelerator.py "
     "test_accelerated_ranks.py test_solved_batches.py test_bad_input.py adapters/test_native.py test_monitor.py",
     "ranks": "test_collectives.py test_handshake.py test_averaging.py test_late_checks.py test_failed_calls.py "
     "test_faults.py test_distributed.py engine",
