@@ -23,7 +23,7 @@ from tests.helpers import numbers, refused
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Worlds]:
-    with Worlds(threads=True) as made:
+    with Worlds(timeout=300.0, threads=True) as made:
         yield made
 
 
