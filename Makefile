@@ -110,7 +110,7 @@ dist: .venv/.release-installed
 	rm dist/files
 	$(PYTHON) -m venv .tried
 	$(INTO_TRIED)" && bin/python -c "$(VALUE)"
-	$(INTO_TRIED)[cli]" && bin/contrastive-zoo --version && bin/contrastive-zoo list
+	$(INTO_TRIED)[cli]" && bin/contrastive-zoo explain nt-xent --rows 64 --width 16 --world-size 2
 	$(INTO_TRIED)[testing]" && bin/contrastive-zoo check nt-xent --world-size 1 2 --examples 3
 	$(INTO_TRIED)[pml]" && bin/contrastive-zoo check pytorch_metric_learning.losses:ContrastiveLoss --wrap --examples 3
 	$(INTO_TRIED)[faiss]" && bin/python -c "import contrastive_zoo.data, faiss"
