@@ -132,12 +132,12 @@ class StepEvidence(Evidence):
         if self.one is None:
             return Quantity(name, reason=self.reason)
         ratio, bound = worst(map(vector, self.ranks), vector(self.one)), floor + ROUNDING_FACTOR * self.eps
-        if not ratio.error <= bound and self.problem:
-            return Quantity(name, reason=self.problem)
         if not ratio.error <= bound:
             bound = self.tolerance(vector, floor)
         if bound < ratio.error < NEAR * bound:
             bound = self.tolerance(vector, floor, MORE_REPETITIONS)
+        if not ratio.error <= bound and self.problem:
+            return Quantity(name, reason=self.problem)
         if not (ratio.error <= min(bound, LARGEST_TOLERANCE) or bound <= LARGEST_TOLERANCE):
             return Quantity(name, reason=f"reruns in one process differ: the tolerance would be {bound:.1e}")
         return Quantity(name, ratio, min(bound, LARGEST_TOLERANCE))
