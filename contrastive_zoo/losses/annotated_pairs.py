@@ -34,6 +34,7 @@ class CoSENT(Loss, engine="statistics"):
         temperature: t > 0; a tensor or module is learnable.
         similarity: of unit embeddings, ``"cosine"``, s_i = q_i·k_i, or ``"angle"``, s_i = |Re⟨q_i, k_i⟩ + Im⟨q_i, k_i⟩|
             of complex numbers whose real parts come first; an odd width is padded by a 0.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -85,6 +86,7 @@ class OnlineContrastive(Loss, engine="statistics"):
     Args:
         margin: cosine distance beyond which negatives have no loss.
         reduction: ``"sum"``, as the original; ``"mean"`` is over the hard pairs of all ranks.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.6, 0.8]])

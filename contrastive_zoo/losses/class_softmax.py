@@ -31,6 +31,7 @@ class NormalizedSoftmax(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
@@ -65,6 +66,7 @@ class ProxyNCA(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = ProxyNCA(2, 2, temperature=2.0)
@@ -98,6 +100,7 @@ class CosFace(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = CosFace(2, 2, margin=0.5, scale=2.0)
@@ -134,6 +137,7 @@ class ArcFace(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
@@ -182,6 +186,7 @@ class SoftTriple(ClassLoss):
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
         sub_centers: K.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = SoftTriple(2, 2, sub_centers=1, la=1.0, margin=0.0)
@@ -248,6 +253,7 @@ class LargeMarginSoftmax(ClassLoss):
         scale: s > 0.
         normalize_weights: whether weights are normalised to unit length first, as in SphereFace (A-Softmax).
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = LargeMarginSoftmax(2, 2, margin=2)
@@ -302,6 +308,7 @@ class ProxyAnchor(ClassLoss):
         embedding_size: the width of embeddings, d.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = ProxyAnchor(2, 2, margin=0.0, alpha=1.0)

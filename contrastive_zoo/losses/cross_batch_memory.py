@@ -99,6 +99,7 @@ class CrossBatchMemory(Loss):
         embedding_size: their width d.
         miner: ``miner(embeddings, labels, ref_emb, ref_labels)`` for a third-party loss; None: all pairs.
         dtype: of M, see :class:`MemoryQueue`.
+        check_finite: refuse NaN and infinite embeddings.
 
     Raises:
         ValueError: a loss that takes neither, or that is wrong for other references than its batch, such as

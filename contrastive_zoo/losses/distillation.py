@@ -36,6 +36,7 @@ class ClipDistillation(Loss, engine="rows"):
         symmetric: whether to average both directions; otherwise only from images to texts.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
@@ -117,6 +118,7 @@ class MarginMSE(Loss, engine="statistics"):
     Args:
         normalize: the original does not.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> q, p, n = torch.eye(2), torch.eye(2), torch.zeros(2, 1, 2)
@@ -164,6 +166,7 @@ class ScoreDistillation(Loss, engine="statistics"):
         teacher_temperature: t' > 0.
         normalize: the original does not.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> q, c = torch.tensor([[1.0]]), torch.tensor([[[0.0], [0.0]]])

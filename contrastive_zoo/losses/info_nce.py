@@ -36,6 +36,7 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
             loss over the own key and the queue: pass ``negatives``, and not symmetric.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> eye = torch.eye(2)
@@ -112,6 +113,7 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
             open_clip's ``model.logit_scale``, clamped to at most log(100).
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 1) − 1

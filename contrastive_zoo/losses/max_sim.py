@@ -110,6 +110,7 @@ class MaxSim(LateInteractionLoss):
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
         normalize: normalise each token to unit length first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each
@@ -142,8 +143,10 @@ class MaxSimPairwise(LateInteractionLoss):
 
     Args:
         temperature: t > 0; a tensor or module is learnable.
+        token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each

@@ -60,6 +60,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         mask_doc_to_doc: whether the margin masks terms of doc_to_doc.
         normalize: normalise embeddings first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        check_finite: refuse NaN and infinite embeddings.
 
     Raises:
         ValueError: settings that contradict each other.
@@ -276,10 +277,13 @@ class GIST(Loss, engine="rows"):
     - guide_negatives: [m, e].
 
     Args:
+        temperature: t > 0; a tensor or module is learnable.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         margin: the margin in τ; a larger margin masks more pairs.
         contrast_anchors: whether anchors are candidates of each other.
         contrast_positives: whether positives are candidates of each other.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> eye, equal = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])

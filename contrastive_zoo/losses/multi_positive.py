@@ -43,6 +43,7 @@ class MultiPositive(Loss, engine="rows"):
         symmetric: whether to average with the direction from keys to queries, for paired embeddings with one id each.
         normalize: normalise embeddings first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> eye, ids = torch.eye(2), torch.tensor([5, 5])
@@ -154,6 +155,7 @@ class NPairs(LabelledLoss, engine="rows"):
         temperature: t > 0, in units of dot products. The paper has none.
         normalize: the paper does not.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.eye(2).repeat(2, 1)

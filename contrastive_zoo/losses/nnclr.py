@@ -40,6 +40,7 @@ class NNCLR(Loss, engine="softmax", has_kernel=True):
         size: number of embeddings in the memory.
         embedding_size: the width of embeddings, d.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Raises:
         ValueError: embeddings of another width than the memory's.

@@ -33,6 +33,7 @@ class NTXent(ViewLoss, engine="softmax", has_kernel=True):
         temperature: t > 0; a tensor or module is learnable.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> NTXent(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 2) − 1
@@ -75,6 +76,7 @@ class DCL(TwoViewLoss, engine="rows"):
         sigma: σ > 0, 0.5 in DCLW; None for no weights.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
@@ -131,6 +133,7 @@ class HCL(TwoViewLoss, engine="rows"):
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0; a larger β weights hard negatives more.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)

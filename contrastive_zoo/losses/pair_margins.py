@@ -56,6 +56,7 @@ class Contrastive(DissimilarityLoss, _PairHinges):
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins, such as 1, 0.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
@@ -82,6 +83,7 @@ class SignalToNoise(_PairHinges):
         average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-1.0, 1.0]])
@@ -113,6 +115,7 @@ class ThresholdConsistentMargin(RowLoss):
         negative_weight: λ⁻.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
@@ -157,6 +160,7 @@ class RankedList(RowLoss):
         epsilon: added to Σ w once per embedding of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
@@ -213,6 +217,7 @@ class Margin(RowLoss):
         nu: ν >= 0, the weight of β itself.
         reduction: ``"none"`` returns anchors' sums, without ν β.
         normalize: normalise embeddings to unit length first.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])

@@ -48,6 +48,7 @@ class SmoothAP(_SoftRanks):
             classes of equal size, in blocks.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
@@ -78,6 +79,7 @@ class FastAP(RowLoss):
         num_bins: L, the number of steps between distances 0 and 4.
         normalize: must be True; embeddings are always normalised.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])

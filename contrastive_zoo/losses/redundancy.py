@@ -30,6 +30,7 @@ class BarlowTwins(TwoViewLoss, engine="statistics"):
     Args:
         lambda_: λ ≥ 0.
         eps: ε > 0, in units of squared features.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> a = torch.tensor([[1.0], [-1.0]])
@@ -73,6 +74,7 @@ class VICReg(TwoViewLoss, engine="statistics"):
         covariance: ν.
         gamma: γ, the target standard deviation.
         eps: ε > 0.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> a = torch.tensor([[0.0], [0.6]])   # variance 0.18
@@ -121,6 +123,7 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
         embedding_size: the width of embeddings, d.
         beta: β, 0 … 1.
         rho: ρ.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> eye = torch.eye(2)

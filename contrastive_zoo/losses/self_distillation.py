@@ -35,6 +35,7 @@ class NegativeCosine(Loss, engine="statistics"):
 
     Args:
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> NegativeCosine()(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
@@ -79,6 +80,7 @@ class DINO(Loss, Stateful, engine="statistics"):
         temperature: τ_s > 0.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> same = torch.zeros(3, 4)
@@ -173,6 +175,7 @@ class SwAV(ViewLoss, engine="statistics"):
         iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)

@@ -38,6 +38,7 @@ class SigLIP(ImageTextLoss, LogitScale, engine="sigmoid", has_kernel=True):
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2))   # log(1 + e⁻¹) + log 2

@@ -37,6 +37,7 @@ class Circle(RowLoss):
         average: ``"nonzero"`` leaves out anchors whose loss has underflowed to 0, as pytorch-metric-learning does.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -77,6 +78,7 @@ class MultiSimilarity(RowLoss):
             s_in > min_p s_ip − ε and positives with s_ip < max_n s_in + ε.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -116,6 +118,7 @@ class LiftedStructure(LabelledLoss, engine="rows"):
         neg_margin: distance; the paper's margin, with pos_margin 0.
         normalize: the paper does not.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -173,6 +176,7 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])

@@ -47,6 +47,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
         base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
         reduction: with views ``"none"`` is for the local anchors sample by sample, [n · v].
         normalize: normalise embeddings first.
+        check_finite: refuse NaN and infinite embeddings.
 
     Raises:
         ValueError: labels together with a mask, or a mask without a column for each sample of all ranks.
@@ -172,6 +173,7 @@ class SINCERE(RowLoss):
             which is pytorch-metric-learning's NTXentLoss on labelled embeddings, with memory linear in N.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> SINCERE(temperature=1.0)(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻¹); row 2 has none
@@ -209,6 +211,7 @@ class TupletMargin(RowLoss):
         margin: β in degrees, 0 to 180.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # log(1 + exp(0 − cos 60°))
@@ -246,6 +249,7 @@ class NCA(RowLoss):
         temperature: t > 0, in units of squared distance.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> NCA()(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻²); row 2 has no positive

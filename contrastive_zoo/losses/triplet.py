@@ -41,6 +41,7 @@ class Triplet(DissimilarityLoss):
             (``"all"``, its MeanReducer).
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Raises:
         ValueError: semi-hard mining with a margin that is not positive.
@@ -102,6 +103,7 @@ class Angular(RowLoss):
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -145,6 +147,7 @@ class MegaBatchMargin(Loss, engine="rows"):
         negative_margin: m⁻, the similarity up to which a negative has no loss.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.8, 0.6]])

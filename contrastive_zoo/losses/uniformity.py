@@ -42,6 +42,7 @@ class AlignUniform(TwoViewLoss, engine="softmax"):
         alpha: α ≥ 1.
         t: t > 0, an inverse squared distance; 1 in lightly's HypersphereLoss.
         uniformity: λ, the second term's weight.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> AlignUniform()(torch.eye(2), torch.eye(2))   # log exp(−2 · 2)
@@ -86,6 +87,7 @@ class OrthogonalRegularization(EmbeddingLoss, engine="statistics"):
     Args:
         mean_weight: λ₁.
         second_moment_weight: λ₂.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
@@ -137,6 +139,7 @@ class KoLeo(EmbeddingLoss, engine="rows"):
         eps: ε > 0.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> KoLeo()(torch.eye(3))   # −log √2
@@ -196,6 +199,7 @@ class SIGReg(EmbeddingLoss, Stateful, engine="statistics"):
         num_slices: m, the number of directions.
         num_points: two or more points of the integral from 0 to T; the integrand is even.
         limit: T > 0.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = SIGReg(1, num_points=2, limit=100.0)
@@ -273,8 +277,13 @@ class LeJEPA(SIGReg):
     where :class:`SIGReg` takes the same directions in each view. Equal to lightly's LeJEPALoss on all views.
 
     Args:
+        embedding_size: the width of embeddings, d.
+        num_slices: the number of directions of SIGReg.
+        num_points: two or more points of its integral from 0 to T.
+        limit: T > 0.
         lambda_: λ, 0 … 1.
         global_views: g; the other settings are those of :class:`SIGReg`.
+        check_finite: refuse NaN and infinite embeddings.
 
     Examples:
         >>> loss = LeJEPA(1, lambda_=0.0)
