@@ -30,7 +30,7 @@ EACH_INTO = xargs -n 1 $(BIN)/python -m pip install --quiet --disable-pip-versio
 demo: .venv/.demo-installed
 	$(BIN)/python -m examples.demo
 
-# what the library promises, in about six minutes on two quiet cores; CONTRIBUTING.md says what each marker adds
+# what the library promises, in about four minutes on two quiet cores; CONTRIBUTING.md says what each marker adds
 MARKED := trainers or kernels or audit or peers or figures or data or pages
 test: .venv/.installed lint types
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not ($(MARKED))"
