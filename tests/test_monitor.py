@@ -119,7 +119,7 @@ def direct_figures(encoders, first, second):
 
 
 def of_encoder(prefix, views):
-    """Return the figures of unit embeddings; the uniformity is that of the pairs within each view."""
+    """Return the figures of unit embeddings; only pairs within a view count for the uniformity."""
     z = torch.cat(views)
     p = torch.linalg.svdvals(z) ** 2 / len(z)
     potentials = [torch.pdist(view).square().mul(-2).exp() for view in views]

@@ -22,7 +22,7 @@ from tests.random_steps.losses import LOSSES, D, global_rows
 
 CASES = [name for name, loss in LOSSES.items() if loss.remembers and not loss.user_code]
 VALUE_OF_ONE_BATCH = {"DINO", "DINO, three views", "MoCo", "MoCo's own"}
-"""Losses whose value is that of one batch, too, as samples of a batch are not compared with each other."""
+"""Losses that also return the value of one batch: they do not compare its samples with each other."""
 
 Batch = tuple[list[Tensor], dict[str, Tensor]]
 

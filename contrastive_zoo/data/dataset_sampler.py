@@ -22,7 +22,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         bᵢ · (b / bᵢ)^(1 − 1/T)
 
     batches of data set i, rounded. At T = 1 these are all batches, each once; at T = ∞ all data sets have b. A data set that
-    is exhausted begins again, in a new order. Turns are shuffled; batches of one data set keep their sampler's order.
+    is exhausted begins again, in a new order. The data sets take turns at random. Each keeps the order of its sampler.
 
     Args:
         samplers: a batch sampler for each data set: any of this library or your own.

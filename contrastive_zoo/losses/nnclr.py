@@ -29,8 +29,8 @@ class NNCLR(Loss, engine="softmax", has_kernel=True):
     with :class:`InfoNCE` at temperature t. Neighbours have no gradient. As long as Q is empty, z takes the place of NN(z).
 
     The memory is the module ``queue``, a :class:`MemoryQueue`, and part of the state dict. In training mode the projections
-    of the first view of all ranks enter it after each call, in rank order: it is equal on every rank, and equal to that of
-    one process. If a step has several calls, use :func:`contrastive_zoo.one_step`.
+    of the first view of all ranks enter it after each call, in rank order. So every rank has the memory of one process. If
+    a step has several calls, use :func:`contrastive_zoo.one_step`.
 
     Called as ``loss(projections1, projections2, predictions1, predictions2)``, z¹, z² and the predictor's outputs for these,
     p¹, p², [n, d] each.

@@ -33,10 +33,6 @@ class Invariant:
     def name(self) -> str:
         return self.check.__name__
 
-    @property
-    def meaning(self) -> str:
-        return " ".join((self.check.__doc__ or "").split())
-
     def __call__(self, trial: Trial) -> bool:
         """Test the invariant; return whether it applies."""
         try:

@@ -160,12 +160,12 @@ def dense_gist(
 
 def dense_dcl(a: Tensor, b: Tensor, temperature: Any, sigma: float | None = None) -> Tensor:
     a, b, n, losses = unit(a), unit(b), len(a), []
-    alike = (a * b).sum(1)
-    attraction = (alike.detach() / sigma).exp() if sigma else torch.ones_like(alike)
+    paired = (a * b).sum(1)
+    attraction = (paired.detach() / sigma).exp() if sigma else torch.ones_like(paired)
     for x, y in ((a, b), (b, a)) if n > 1 else ():
         sums = [(x @ z.T / temperature)[~itself(x)].view(n, -1).logsumexp(1) for z in (x, y)]
         losses += [
-            *(torch.logaddexp(*sums) - (2 - attraction / attraction.mean() if sigma else 1) * alike / temperature)
+            *(torch.logaddexp(*sums) - (2 - attraction / attraction.mean() if sigma else 1) * paired / temperature)
         ]
     return torch.stack(losses).mean() if losses else 0 * (a + b).sum()
 

@@ -114,13 +114,13 @@ def report(results: Sequence[Result]) -> str:
     Examples:
         >>> mutant = {"path": "engine/exchange.py", "place": ["f", 1], "change": "1 → 2", "verdict": "caught"}
         >>> report([mutant])
-        '1 mutants, 1 noticed: 100.0 % of those that are not equivalent, 100.0 % of all.'
+        '1 mutants, 1 noticed: 100.0 % without equivalent ones, 100.0 % of all.'
     """
     counts = Counter(map(outcome, results))
     noticed, tried = counts["caught"] + counts["timed out"], len(results) - counts["equivalent"]
     return (
-        f"{len(results)} mutants, {noticed} noticed: {100 * noticed / max(1, tried):.1f} % of those that are not "
-        f"equivalent, {100 * noticed / max(1, len(results)):.1f} % of all."
+        f"{len(results)} mutants, {noticed} noticed: {100 * noticed / max(1, tried):.1f} % without "
+        f"equivalent ones, {100 * noticed / max(1, len(results)):.1f} % of all."
     )
 
 
