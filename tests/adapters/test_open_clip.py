@@ -17,13 +17,14 @@ from tools.comparison import Run, Wrap, measure
 from tools.peer_losses import packages
 from tools.peer_losses.losses import PeerLoss, runs, table
 
+pytestmark = pytest.mark.peers  # their package is installed for these tests only
 D = 4
 PEERS = [peer for peer in table() if peer.package == "open-clip-torch" and peer.name in ours.__all__]
 
 
 def original(name: str, **settings: Any) -> Any:
     if packages.missing(packages.FOLDER, {"open-clip-torch": packages.required()["open-clip-torch"]}):
-        pytest.skip("open_clip_torch is not in the peers' folder; `make test` installs it")
+        pytest.skip("open_clip_torch is not in the peers' folder; `make test-all` installs it")
     return getattr(packages.loaded("open_clip.loss"), name)(**settings)
 
 

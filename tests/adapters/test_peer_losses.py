@@ -31,7 +31,9 @@ ALWAYS = {"NTXentLoss()", "DirectCLRLoss(loss_dim=4)", "CO2Regularizer()"}
 def need(package: str) -> None:
     absent = packages.missing(packages.FOLDER, packages.required())
     if requirement := next((x for x in absent if x.startswith(f"{package}==")), None):
-        pytest.skip(f"{requirement} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test` installs it")
+        pytest.skip(
+            f"{requirement} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test-all` installs it"
+        )
 
 
 def of_package(package: str) -> list[PeerLoss]:
@@ -168,7 +170,9 @@ def test_what_replaces_a_trainers_loss_is_their_own_code(
 
 def test_a_package_that_is_absent_is_a_skip_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "FOLDER", packages.ROOT / ".venv" / "no peers")
-    with pytest.raises(pytest.skip.Exception, match=r"lightly==.* is not in .venv/no peers; `make test` installs it"):
+    with pytest.raises(
+        pytest.skip.Exception, match=r"lightly==.* is not in .venv/no peers; `make test-all` installs it"
+    ):
         of_package("lightly")
 
 

@@ -284,7 +284,7 @@ def peer(path: str) -> Any:
     """Return a class of a library of which the wheel alone is there."""
     module, _, name = path.rpartition(".")
     if not (packages.FOLDER / path.partition(".")[0]).exists():
-        pytest.skip(f"{path} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test` installs it")
+        pytest.skip(f"{path} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test-all` installs it")
     return getattr(packages.loaded(module), name)
 
 
