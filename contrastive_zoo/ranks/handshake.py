@@ -4,6 +4,7 @@ Every decision that changes a rank's messages, or which function it computes, is
 """
 
 import functools
+import gc
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
@@ -140,6 +141,8 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
         are_different = any(len(order) > 1 for order in orders)
         wrappers[number] = (*made,)
     elif 0 in numbers and not are_different:
+        if statement.wrapper == 0:
+            gc.collect()  # a wrapper that the user has replaced lives on in a reference cycle
         holds_both = statement.wrapper == 0 and max(known) in world.state.alive
         are_different = any(both for (both,) in world.exchange([holds_both]))
     if are_different:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -40,8 +40,7 @@ class CallHistory:
         self.wrapper = 0  # the number of the handshake of its first call, by which all ranks know it; 0 before
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
-        self.labelled = 0  # how many of the first calls with labels were looked at for positives
-        self.lonely = 0  # how many of these had none
+        self.positives = _Positives()
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self._equal: dict[str, int] = {}  # how many calls in a row an argument has been equal on all ranks
         self.due = False  # whether a few samples of all ranks come with the next handshake
@@ -125,23 +124,9 @@ class CallHistory:
         """Start to look at the values of a call, and for ``positives`` whether its samples have any."""
         checks = [*(findings.later or ())]
         if positives and findings.labels is not None:
-            checks += self._positives_check(name, findings.labels)
+            checks += self.positives.checks(name, findings.labels)
         if checks:
             self.look_later(checks)
-
-    def _positives_check(self, name: str, labels: Tensor) -> list[ValueCheck]:
-        """Warn if no sample shares its label with another one in each of the first batches with labels."""
-        if self.labelled == _LABELLED or len(labels) < _SAMPLES:
-            return []
-        self.labelled += 1
-
-        def count(has_positive: Sequence[float]) -> None:
-            self.lonely += not has_positive[0]
-            if self.lonely == _LABELLED:
-                warn_once(f"{name}: {_NO_POSITIVES}")
-
-        in_order = labels.sort().values
-        return [ValueCheck((in_order[1:] == in_order[:-1]).any()[None], count)]
 
     def values_problem(self) -> str | None:
         """What was wrong with the values that the previous call looked at on an accelerator, once; None if nothing was."""
@@ -152,6 +137,29 @@ class CallHistory:
             if reason := next(filter(None, result), None):
                 return f"at the previous call (on accelerators values are looked at without waiting): {reason}"
         return None
+
+
+@dataclass
+class _Positives:
+    """Whether the first batches with labels had positives. It is apart from the history, whose checks hold it until the
+    next call: a cycle would keep a wrapper that the user has replaced."""
+
+    calls: int = 0  # that were looked at
+    lonely: int = 0  # of them, without a positive
+
+    def checks(self, name: str, labels: Tensor) -> list[ValueCheck]:
+        """Warn if no sample shares its label with another one in each of the first batches with labels."""
+        if self.calls == _LABELLED or len(labels) < _SAMPLES:
+            return []
+        self.calls += 1
+
+        def count(has_positive: Sequence[float]) -> None:
+            self.lonely += not has_positive[0]
+            if self.lonely == _LABELLED:
+                warn_once(f"{name}: {_NO_POSITIVES}")
+
+        in_order = labels.sort().values
+        return [ValueCheck((in_order[1:] == in_order[:-1]).any()[None], count)]
 
 
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:

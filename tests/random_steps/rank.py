@@ -145,6 +145,7 @@ class Rank:
             self.loss = self.wrapper.loss
             return
         state = self.wrapper.state_dict()
+        self.wrapper.trainer = [self.wrapper]  # a reference cycle, as trainers make them
         if how == "state_dict":
             self.loss = copy.deepcopy(self.loss)
             for x in (*self.loss.parameters(), *self.loss.buffers()):

@@ -123,8 +123,9 @@ def test_random_steps_are_right_or_refused(fresh: list[Worlds], capsys: pytest.C
             print(f"\n{steps} of {STEPS} steps, {changes} of {CHANGES} changes", end="", flush=True)
 
 
-def steps(**more: Any) -> list[Action]:
-    return [("step", {"batches": [sizes], **more}) for sizes in ((3, 2), (0, 4), (4, 0), (1, 1), (5, 2))]
+def steps(world_size: int = 2, **more: Any) -> list[Action]:
+    sizes = ((3, 2, 3), (0, 4, 1), (4, 0, 0), (1, 1, 2), (5, 2, 0))
+    return [("step", {"batches": [x[:world_size]], **more}) for x in sizes]
 
 
 def change(what: str, **more: Any) -> Action:
@@ -157,6 +158,9 @@ PROGRAMS: dict[str, Program] = {
         )
         for how in ("wrapper", "deepcopy", "state_dict")
     },
+    "one rank makes its wrapper again, whose labels are still looked at": (
+        3, "SINCERE", {}, [("step", {"batches": [(3, 3, 3)]}), ("make_again", {"on": "one", "how": "wrapper"}), *steps(3)]
+    ),
     **{
         f"a ring of a group that leaves a rank out: {name}": (
             3, name, SHARED, [("set_option", {"ring": True}), *IN_GROUPS]
