@@ -1,12 +1,14 @@
 """The fingerprint of a call: one number of what must be equal on all ranks, and a digest of each argument."""
 
 import functools
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
@@ -30,44 +32,50 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(state: Numbers, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
     """Start to read the numbers of a loss and of its arguments; the result waits for them."""
-    parts, shapes, device = [], {}, _CPU
+    parts, widths, device = [], {}, _CPU
     for name, x in rows.items():
         if x.numel():
-            # evenly spaced columns, then rows
-            flat = (as_real(x) if x.is_complex() else x).detach().reshape(len(x), -1)
-            flat = flat[:, :: max(1, flat.shape[1] // _COLUMNS)]
-            parts.append(flat[:: max(1, flat.numel() // _NUMBERS)])
-            shapes[name] = parts[-1].shape
+            flat = as_real(x) if x.is_complex() else x
+            flat = flat if flat.ndim == 2 else flat.reshape(len(x), -1)
+            # evenly spaced columns, and rows
+            by = max(1, flat.shape[1] // _COLUMNS)
+            width = -(-flat.shape[1] // by)
+            parts.append(flat.detach()[:: max(1, len(flat) * width // _NUMBERS), ::by])
+            widths[name] = width
             device = device if x.is_cpu else x.device
     for _, x in sorted((state or {}).items(), key=itemgetter(0)):
         if x.numel():
             parts.append(norm_and_sketch(x))
             device = device if x.is_cpu else x.device
-    read: Callable[[], list[float]] = list
+    lengths = [x.numel() for x in parts]
+    read: Callable[[], Any] = list
     if parts:
         dtype = torch.float64 if device is _CPU or has_float64(device) else torch.float32
         numbers = torch.cat([x.flatten().to(device, dtype) for x in parts])
-        read = numbers.tolist if device is _CPU else read_later(numbers)
+        read = numbers.numpy if device is _CPU else read_later(numbers)
 
     def finished() -> Fingerprint:
-        numbers, start, digests = read(), 0, {}
-        for name, shape in shapes.items():
-            is_embedding = rows[name].dtype in DIFFERENTIABLE and shape[1] > 1
-            digests[name] = _digest(numbers[start : start + shape.numel()], shape[1], is_embedding)
-            start += shape.numel()
-        return Fingerprint(None if state is None else level_of(numbers[start:]), digests)
+        numbers, start, digests = np.asarray(read()), 0, {}
+        for (name, width), length in zip(widths.items(), lengths, strict=False):
+            is_embedding = rows[name].dtype in DIFFERENTIABLE and width > 1
+            digests[name] = _digest(numbers[start : start + length], width, is_embedding)
+            start += length
+        return Fingerprint(None if state is None else level_of(numbers[start:].tolist()), digests)
 
     return finished
 
 
 _NUMBERS, _COLUMNS = 256, 32  # of an argument, how many a digest is made of at least, and of how many features
+_LOOKED_AT = 64  # of these, to see whether numbers repeat
 
 
-def _digest(numbers: list[float], width: int, is_embedding: bool) -> int:
+def _digest(numbers: "np.ndarray[Any, Any]", width: int, is_embedding: bool) -> int:
+    data, row = numbers.tobytes(), numbers[:width].tobytes()
+    some = numbers[:_LOOKED_AT].tolist() if is_embedding else []
     # embeddings of bfloat16 repeat some numbers, and those after a ReLU have many zeros
-    is_distinct = is_embedding and len({*numbers}) > max(3, len(numbers) // 4)
-    is_one_row = numbers == numbers[:width] * (len(numbers) // width)
-    return hash(tuple(numbers)) & ~_KIND | (ONE_ROW if is_one_row else DISTINCT if is_distinct else REPEATED)
+    is_distinct = is_embedding and len({*some}) > max(3, len(some) // 4)
+    kind = ONE_ROW if data == row * (len(numbers) // width) else DISTINCT if is_distinct else REPEATED
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True) & ~_KIND | kind
 
 
 def equal_arguments(
@@ -97,6 +105,8 @@ def norm_and_sketch(x: Tensor) -> Tensor:
         flat = flat.double()
         return torch.cat([flat, flat * (_GOLDEN_RATIO * flat % 1)])
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    if len(flat) == 1:  # a temperature, at every step
+        return torch.cat([flat.abs(), flat * math.sin(1)])
     return torch.stack([vector_norm(flat), _sketch(flat)])
 
 
