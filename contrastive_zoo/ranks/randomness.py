@@ -1,7 +1,7 @@
 """Random numbers of a loss that every rank computes alike: all ranks draw those of rank 0."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -37,6 +37,18 @@ def generators_kept(device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         restore_random(states, device)
+
+
+def draw_from_generators(objects: Iterable[object], device: torch.device | None) -> None:
+    """Draw a number from the generators that programs share, and from those among some objects."""
+    torch.rand((), device=device)
+    np.random.random()
+    random.random()
+    for x in objects:
+        if isinstance(x, torch.Generator):
+            torch.rand((), generator=x, device=x.device)
+        elif isinstance(x, random.Random | np.random.Generator | np.random.RandomState):
+            x.random()
 
 
 def state_bytes() -> int:

@@ -26,7 +26,7 @@ from contrastive_zoo.ranks.fingerprint import REPEATED, equal_arguments
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.one_process import in_one_process
-from contrastive_zoo.ranks.randomness import generators_kept, one_stream
+from contrastive_zoo.ranks.randomness import draw_from_generators, generators_kept, one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
@@ -252,16 +252,27 @@ class OwnStep(DistributedStep):
 
     @torch.no_grad()
     def _loss_of_sample(self, sample: Tensor, shards: Sequence[Shards]) -> Tensor:
-        """The loss of a few samples of all ranks, which every rank computes from a copy of the loss."""
+        """The loss of a few samples of all ranks, which every rank computes from a copy of the loss.
+
+        Rank 0 returns its first result and the others a second one, which differs if a generator of the loss is drawn from.
+        """
         few = [Shards(tuple(min(self.few, n) for n in of.sizes)) for of in shards]
         on_host = unpacked(sample.cpu(), [x[:0].detach().cpu() for x in self.rows.values()], few)
         moved = {name: x.to(of.device) for (name, of), x in zip(self.rows.items(), on_host, strict=True)}
         of_one = [Shards((len(x),)) for x in on_host]
         plan = self.call.plan(of_one, 1)
         batch = self.call.batch(moved, of_one, Session(check_finite=False), plan)
-        loss = copy.deepcopy(self.loss)
-        with generators_kept(device_of(self.rows)):
-            return in_one_process(lambda: loss.compute(batch), self.name, self.session, loss).sum()
+
+        def result(*, draws: bool) -> Tensor:
+            copies: dict[int, Any] = {}
+            loss, device = copy.deepcopy(self.loss, copies), device_of(self.rows)
+            with generators_kept(device):
+                if draws:
+                    draw_from_generators([*copies.values()], device)
+                return in_one_process(lambda: loss.compute(batch), self.name, self.session, loss).sum()
+
+        first, second = result(draws=False), result(draws=True)
+        return first if self.session.rank == 0 else second
 
     def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
         return self.call.plan(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from tests.random_steps.user_code import Hides, HidesInCompute, of_a_generator, times
+from tests.random_steps.user_code import Hides, HidesInCompute, OfAGenerator, of_a_generator, times
 
 Put = Callable[[Any], Any]
 Rows = Callable[[list[Tensor]], list[Tensor]]
@@ -45,7 +45,8 @@ def of_user_code(loss: Any) -> Iterator[Change]:
     if isinstance(loss, Hides):
         hide = partial(loss.hidden.__setitem__, "a closure")
         yield Change("a number in a closure", _put(hide, times(1.1), times(1.0)), hidden=True)
-        yield Change("noise of a generator", _attribute(loss, "noise", of_a_generator()), hidden=True, right=False)
+        for kind, noise in (("hidden", of_a_generator()), ("held", OfAGenerator())):
+            yield Change(f"noise of a {kind} generator", _attribute(loss, "noise", noise), hidden=True, right=False)
     if isinstance(loss, HidesInCompute):  # rows draw from streams that ranks synchronise
         yield Change("noise of torch.rand", _attribute(loss, "noise", torch.rand_like), hidden=True, right=False)
         yield Change("an unshared parameter", _attribute(loss, "shares", "no"), hidden=True, right=False)

@@ -62,6 +62,16 @@ def of_a_generator() -> Function:
     return lambda x: torch.rand(x.shape, generator=generator, dtype=x.dtype)
 
 
+class OfAGenerator:
+    """Return random numbers of a generator that a copy of the loss holds, too."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(self.generator.random(x.shape)).to(x.dtype)
+
+
 class Hides:
     def __post_init__(self) -> None:
         self.hidden, self.noise = {"a closure": times(1.0)}, torch.zeros_like
