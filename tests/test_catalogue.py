@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import pydoc
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,9 @@ def test_every_loss_has_a_row() -> None:
     assert not missing, f"{missing}: add a row to contrastive_zoo/testing/catalogue.md"
     for entry in CATALOGUE.values():  # tests/test_fuzz.py calls each
         assert docstrings.summary(entry.loss).endswith(".")
-        assert "http" in docstrings.source(entry.loss)
+        urls = re.findall(r"https?://\S+", docstrings.source(entry.loss))
+        assert urls
+        assert all(re.search(r"abs/\d{4}\.\d{4,5}[,;]?$|(?<!arxiv\.org)/\S+\w[,;]?$", url) for url in urls), urls
         assert entry.family
         assert entry.engine
 
@@ -69,12 +70,6 @@ def test_no_docstring_has_more_than_300_words() -> None:
     nodes = [x for file in package.rglob("*.py") for x in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     documented = [x for x in nodes if isinstance(x, (ast.Module, ast.ClassDef, ast.FunctionDef))]
     assert [x for x in documented if len((ast.get_docstring(x) or "").split()) > 300] == []
-
-
-def test_help_shows_formula_arguments_and_errors() -> None:
-    text = pydoc.plain(pydoc.render_doc(cz.Triplet))
-    for part in ("max(0, D_ip − D_in + margin)", "margin: in units of the metric", "ValueError: semi-hard mining with"):
-        assert part in text
 
 
 def test_the_page_is_of_this_table() -> None:
@@ -177,11 +172,17 @@ def public() -> dict[str, Any]:
     return {name: x for name, x in found.items() if inspect.isclass(x) or inspect.isfunction(x)}
 
 
+def file_of(x: Any) -> str:
+    return inspect.getfile(inspect.unwrap(x))
+
+
 def test_every_public_name_has_its_errors_and_an_example_in_the_docstring() -> None:
     objects = public()
     assert len(objects) > 90
-    sources = {name: ast.parse(textwrap.dedent(inspect.getsource(x))) for name, x in objects.items()}
-    assert {name: silent for name, tree in sources.items() if (silent := undocumented(tree))} == {}
+    trees = {file: ast.parse(Path(file).read_text(encoding="utf-8")) for file in {*map(file_of, objects.values())}}
+    for name, x in objects.items():  # inspect.getsource() would parse a file for each class in it
+        (definition,) = [y for y in trees[file_of(x)].body if getattr(y, "name", "") == x.__name__]
+        assert undocumented(ast.Module([definition], [])) == [], name
     assert [name for name, x in objects.items() if ">>> " not in (x.__doc__ or "")] == [], "add an example"
 
 

@@ -38,6 +38,7 @@ def modules(under: str = "") -> list[str]:
     return [name.removesuffix("__init__").rstrip(".") for name in names]
 
 
+@functools.cache
 def tree(module: str) -> ast.Module:
     path = PACKAGE.joinpath(*module.split("."))
     file = path.with_suffix(".py")  # beside which an older checkout may have left a folder of its caches
@@ -127,18 +128,13 @@ def test_every_public_name_exists_and_has_a_docstring() -> None:
 
 
 def test_type_checkers_know_each_name() -> None:
-    """They take a name as public where it is imported as itself, or by a star."""
+    """They take a name as public where it is imported as itself, or by a star, which is that of the room of losses."""
     aliases = [x for line in tree("public").body if isinstance(line, ast.ImportFrom) for x in line.names]
     assert [x.name for x in aliases if x.asname != x.name] == ["*"]
     assert {x.name for x in aliases} - {"*"} | set(cz.losses.__all__) == set(cz.__all__) - {"__version__"}
-
-
-def test_losses_and_memories_are_names_of_their_room() -> None:
-    of_room = {
-        name for name in cz.__all__ if getattr(getattr(cz, name), "__module__", "").startswith(f"{NAME}.losses.")
-    }
-    assert {*cz.losses.__all__} == of_room
-    assert all(getattr(cz.losses, name) is getattr(cz, name) for name in of_room)
+    homes = {name: getattr(getattr(cz, name), "__module__", "") for name in cz.__all__}
+    assert {name for name, home in homes.items() if home.startswith(f"{NAME}.losses.")} == {*cz.losses.__all__}
+    assert all(getattr(cz.losses, name) is getattr(cz, name) for name in cz.losses.__all__)
 
 
 def test_the_root_holds_five_files_and_the_rooms_of_which_each_has_a_sentence_on_its_door() -> None:
@@ -166,42 +162,43 @@ def test_imports_point_to_rooms_before_in_no_circle() -> None:
 
 
 def test_no_module_of_the_package_is_imported_by_a_string() -> None:
-    calls = ((module, x) for module in modules() for x in ast.walk(tree(module)) if isinstance(x, ast.Call))
-    by_string = ((module, x) for module, x in calls if "import_module" in ast.unparse(x.func))
-    assert [module for module, x in by_string if NAME in ast.unparse(x.args[0])] == []
-
-
-@pytest.mark.parametrize("under", ["losses", "loss_base"])
-def test_losses_do_not_depend_on_rank_or_world_size(under: str) -> None:
-    """They only pass a World on; the exception is the warning that a loss without wrapper sees local samples only."""
-    refused = {"rank", "size", "group", "get_rank", "get_world_size", "distributed", "world_size", "dist"}
-    for module in FORMULAS if under == "losses" else modules(under):
-        code = tree(module)
-        assert not [name for name in imported(code) if name.startswith("torch.distributed")], module
-        warning = [f for f in ast.walk(code) if isinstance(f, ast.FunctionDef) and f.name == "local"]
-        allowed = {id(x) for f in warning for x in ast.walk(f)}
-        used = [x for x in ast.walk(code) if isinstance(x, ast.Name | ast.Attribute) and id(x) not in allowed]
-        for x in used:
-            if isinstance(x, ast.Name):
-                assert x.id not in ("rank", "world_size", "dist"), module
-            elif x.attr in refused and (x.attr not in ("rank", "size", "group") or ast.unparse(x.value) == "world"):
-                raise AssertionError(f"{module}: {ast.unparse(x)}")
+    calls = [(x, module) for module in modules() for x in ast.walk(tree(module)) if isinstance(x, ast.Call)]
+    assert [m for x, m in calls if "import_module" in ast.unparse(x.func) and NAME in ast.unparse(x.args[0])] == []
 
 
 OF_A_FORMULA = {"ranks.row_checks", "ranks.devices", "ranks.random_keys"}
 """What a loss may import of the room of ranks: checks of its own rows; its batch has the sums over ranks."""
 
+OF_RANKS = {
+    "get_rank",
+    "get_world_size",
+    "distributed",
+    "world_size",
+    "dist",
+    "world.rank",
+    "world.size",
+    "world.group",
+}
 
-def test_a_loss_names_no_rank_no_message_and_no_implementation() -> None:
-    for module in FORMULAS:
-        names = imported_modules(module)
-        assert {x for x in names if x.startswith("ranks")} <= OF_A_FORMULA, module
-        assert not {x for x in names if x.startswith(("engine.kernels", "engine.implementation", "engine.small_batch"))}
-        nodes = [x for x in ast.walk(tree(module)) if isinstance(x, ast.Name | ast.arg | ast.keyword | ast.FunctionDef)]
-        words = {
-            x.id if isinstance(x, ast.Name) else x.name if isinstance(x, ast.FunctionDef) else x.arg for x in nodes
-        }
-        assert not words & {"world", "forward"}, module
+
+def words(code: ast.Module) -> set[str]:
+    """The words of a module, but for the warning that a loss without wrapper sees local samples only."""
+    warning = [f for f in ast.walk(code) if isinstance(f, ast.FunctionDef) and f.name == "local"]
+    nodes = {x for x in ast.walk(code) if not isinstance(x, ast.keyword)} - {x for f in warning for x in ast.walk(f)}
+    found = {ast.unparse(x) for x in nodes if isinstance(x, ast.Attribute)}
+    return found.union(*({getattr(x, name, None) for x in nodes} for name in ("id", "arg", "name", "attr")))
+
+
+def test_losses_depend_on_no_rank_no_message_and_no_implementation() -> None:
+    """The base of all losses passes a World on; a formula does not even do that."""
+    for module in (*modules("loss_base"), *FORMULAS):
+        code, others = tree(module), imported_modules(module)
+        assert not [name for name in imported(code) if name.startswith("torch.distributed")], module
+        assert not words(code) & OF_RANKS, module
+        if module in FORMULAS:
+            assert {x for x in others if x.startswith("ranks")} <= OF_A_FORMULA, module
+            assert not words(code) & {"rank", "world", "forward"}, module
+            assert not {x for x in others if x.startswith(("engine.kernels", "engine.implementation", "engine.small_"))}
 
 
 def test_proofs_do_not_depend_on_losses() -> None:
@@ -249,18 +246,8 @@ def test_the_extras_are_explained_once() -> None:
     assert sorted(listed) == sorted(PROJECT["project"]["optional-dependencies"])
 
 
-def test_the_addresses_of_sources_are_whole() -> None:
-    from contrastive_zoo.testing.catalogue import CATALOGUE
-    from tools.docstrings import source
-
-    for entry in CATALOGUE.values():
-        for url in re.findall(r"https?://\S+", source(entry.loss)):
-            assert not url.endswith(("/", "-")), (entry.name, url)
-            assert re.search(r"abs/\d{4}\.\d{4,5}[,;]?$|(?<!arxiv\.org)/\S+\w[,;]?$", url), (entry.name, url)
-
-
-PROGRAMS = {"testing", "__main__.py"}
-"""Parts of the package that users start; the others are the library."""
+LIBRARY = [x for x in modules() if x.partition(".")[0] not in ("testing", "__main__")]
+"""Modules but for those that users start as programs."""
 
 PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 OBJECTS = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
@@ -269,34 +256,33 @@ RUNNING = {"eval", "exec", "compile", "open", "torch.load", "np.load", "os.syste
 """Functions that run code, start processes, unpickle or open files."""
 
 
-def library() -> list[Path]:
-    return [x for x in PACKAGE.rglob("*.py") if x.relative_to(PACKAGE).parts[0] not in PROGRAMS]
-
-
-def called(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def called(code: ast.Module) -> Iterator[str]:
+    for node in ast.walk(code):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func)
             yield ast.unparse(node.func).rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
 
 
 def test_the_library_pickles_nothing_and_starts_nothing() -> None:
-    names = {str(x.relative_to(PACKAGE)) for x in library()}
-    assert {"ranks/handshake.py", "ranks/world.py", "ranks/messages.py", "adapters/sentence_transformers.py"} <= names
+    assert {"ranks.handshake", "ranks.world", "ranks.messages", "adapters.sentence_transformers"} <= {*LIBRARY}
     refused = PICKLING | {"subprocess", "socket", "tempfile", "urllib", "requests", "http"}
-    for path in library():
-        tree = ast.parse(path.read_text())
-        assert not {x.partition(".")[0] for x in imported(tree)} & refused, path
-        calls = list(called(tree))
-        assert not set(calls) & OBJECTS, path
-        assert not set(calls[::2]) & RUNNING, path  # model.eval() is none
+    for module in LIBRARY:
+        assert not {x.partition(".")[0] for x in imported_names(module)} & refused, module
+        calls = list(called(tree(module)))
+        assert not set(calls) & OBJECTS, module
+        assert not set(calls[::2]) & RUNNING, module  # model.eval() is none
 
 
 def test_such_calls_are_noticed() -> None:
-    tree = ast.parse("import pickle\ndist.all_gather_object(x, y)\neval('1')\nmodel.eval()\ntorch.load(f)")
-    assert set(imported(tree)) & PICKLING == {"pickle"}
-    assert set(called(tree)) & OBJECTS == {"all_gather_object"}
-    assert set(list(called(tree))[::2]) & RUNNING == {"eval", "torch.load"}
+    code = ast.parse("import pickle\ndist.all_gather_object(x, y)\neval('1')\nmodel.eval()\ntorch.load(f)")
+    assert set(imported(code)) & PICKLING == {"pickle"}
+    assert set(called(code)) & OBJECTS == {"all_gather_object"}
+    assert set(list(called(code))[::2]) & RUNNING == {"eval", "torch.load"}
+
+
+def test_such_words_are_noticed() -> None:
+    code = ast.parse("def f(world): world.rank, dist.x, a.get_world_size()\ndef local(): get_rank()")
+    assert words(code) & {*OF_RANKS, "world"} == {"world", "world.rank", "dist", "get_world_size"}
 
 
 def listening(process: psutil.Process) -> list[str]:

@@ -2,9 +2,7 @@
 
 import ast
 import functools
-import io
 import re
-import tokenize
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -42,12 +40,7 @@ PRIVATE_PARTS = {
     "meets": "shake_hands, agree_on",
     "meeting": "handshake",
     "pull": "gradient with respect to the candidates, attraction",
-    "luggage": "payload",
-    "mend": "fix",
-    "travel": "send, gather",
-    "stranger": "padding",
     "law": "invariant",
-    "species": "entry",
 }
 """Parts of identifiers, between underscores or capitals, that say nothing to who reads them first; and what does."""
 
@@ -55,14 +48,12 @@ NOT_NOUNS = {"own": "local", "wrong": "mistake", "found": "result", "given": "se
 """Names of variables, arguments and functions of the package that say nothing alone; and what may stand for them."""
 
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-_ANY_PART = re.compile("|".join(PRIVATE_PARTS), re.IGNORECASE)
+_OF_NAMES = {ast.Name: "id", ast.arg: "arg", ast.Attribute: "attr", ast.FunctionDef: "name", ast.ClassDef: "name"}
 
 
 def private_names(source: str) -> set[str]:
-    if not _ANY_PART.search(source):  # tokens take longer
-        return set()
-    words = {x.string for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type == tokenize.NAME}
-    return {word for word in words if {x.lower() for x in _PART.findall(word)} & PRIVATE_PARTS.keys()}
+    names = {getattr(x, _OF_NAMES[type(x)]) for x in ast.walk(ast.parse(source)) if type(x) in _OF_NAMES}
+    return {name for name in names if {x.lower() for x in _PART.findall(name)} & PRIVATE_PARTS.keys()}
 
 
 def not_nouns(source: str) -> set[str]:
