@@ -48,6 +48,10 @@ class Pools(NamedTuple):
         return self.processes if zlib.crc32(repr(draw).encode()) % 10 == 0 else self.threads
 
 
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return the same tensor on every rank for the same seed: small integers for dtypes that round, otherwise normal."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,7 @@
 """What an argument of a third-party loss means is never guessed: it is gathered as samples, has a role, or is refused."""
 
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from pytorch_metric_learning import losses
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import groups, numbers
+from tests.helpers import groups, numbers, refused
+from tests.test_roles import Prototypes, Relations, Views
 
 D = 4
 
@@ -195,3 +199,137 @@ def test_what_is_right_is_not_refused(worlds: Worlds) -> None:
     worlds.run(4, shards_that_may_be_equal)
     for job in (equal_values, lists_of_views, tokens_beside_a_mask_or_labels, labels_that_are_no_row_numbers):
         worlds.run(2, job)
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3, dtype=torch.float64)
+
+    def forward(self, embeddings: Tensor, labels: Any = None) -> Tensor:
+        return self.head(embeddings).square().sum()
+
+
+def at_a_later_step() -> None:
+    loss = cz.DistributedLoss(Prototypes())
+    for prototypes in (of_rank(seed=30), of_all()):
+        loss(of_rank(), of_rank(seed=7), prototypes)
+
+
+def prototypes_of(prototypes: Tensor | None = None, **options: Any) -> Any:
+    """A call with prototypes that are equal on every rank, or with other ones."""
+    prototypes = of_all() if prototypes is None else prototypes
+    return called(of_rank(), of_rank(seed=7), prototypes, loss=Prototypes(), **options)
+
+
+def views_of(n: int = 3, **options: Any) -> Any:
+    return called(numbers(2, n, D, seed=dist.get_rank()), torch.arange(n), loss=Views(), **options)
+
+
+def stacked(n: int = 2, seed: int = 0) -> Tensor:
+    return numbers(n, 5, D, seed=seed + dist.get_rank())
+
+
+LIST = "is a list of … pad_sequence( … batch_dim={"
+EQUAL = "other is equal on every rank … shared={'other'}"
+STACK = "samples or 5 … batch_dim={'z': 1} … batch_dim={'z': 0}"
+NO_INDICES = "holds integers, but not one for each embedding … find them in the loss … batch_dim={'other"
+ROW_NUMBERS = "below … as row numbers do … find them in the loss … batch_dim={'"
+COPIES = (
+    "ranks 0 and 1 brought the very same embeddings … context … process_group=mesh.get_group('dp') … check_distinct"
+)
+
+REFUSED: list[tuple[int, Callable[[], Any], str]] = [
+    *(
+        (2, lambda make=make: called(make(of_rank()), torch.arange(5) % 2), said)
+        for make, said in [
+            (Output, "got a Output. Pass tensors, such as vars(z)"),
+            (lambda z: UserDict(z=z), "got a UserDict. Pass tensors, such as dict(z)"),
+            (lambda z: (x for x in [z]), "got a generator. Pass tensors, such as list(z)"),
+            (
+                lambda z: [Output([Output({"z": z})])],
+                "z[0] must be a tensor … Output. Pass tensors, such as vars(z[0])",
+            ),
+            (lambda z: z.numpy(), "got a ndarray. Pass tensors, such as torch.as_tensor(z)"),
+        ]
+    ),
+    *(
+        (2, lambda make=make: called(of_rank(), make(dist.get_rank())), "disagree on other … rank 0 has")
+        for make in VALUES
+    ),
+    *((2, lambda make=make: called(of_rank(), make(), Y), EQUAL) for make in WITHOUT_SAMPLES),
+    (3, lambda: called(of_rank(5 * (dist.get_rank() > 0)), torch.ones(7), Y[: 5 * (dist.get_rank() > 0)]), EQUAL),
+    (2, lambda: called(of_rank(3), [of_rank(n, seed=10 * n) for n in (4, 2, 5)]), LIST),
+    (2, lambda: called([*of_rank(3)], torch.arange(3) + dist.get_rank()), LIST),
+    (2, lambda: called(stacked(), torch.arange(5)), STACK),
+    (2, lambda: called(stacked(first(3, 2)), None), STACK),
+    (2, lambda: called(of_rank(), numbers(7, 2, seed=dist.get_rank()).long()), NO_INDICES),
+    (2, lambda: called(of_rank(), tuple(numbers(3, 7, seed=dist.get_rank()).long())), NO_INDICES),
+    (4, lambda: called(of_rank(rank=dist.get_rank() // 2), Y), COPIES),
+    (4, lambda: called(of_rank(rank=max(dist.get_rank(), 1)), Y), COPIES),
+    (2, lambda: called(of_rank(8), torch.arange(8).roll(4) * first(1, 9)), ROW_NUMBERS),
+    (2, lambda: called(of_rank(), torch.tensor([[1, -1]] * 5), loss=by_name), ROW_NUMBERS),
+    (2, lambda: called(of_rank(), Y, loss=Lazy()), "LazyLinear has no parameters yet … bare loss once"),
+    (
+        2,
+        lambda: called(of_rank(), of_rank(seed=7), {"queue": of_all(9)}, loss=Relations()),
+        "DistributedLoss(loss, shared={\"memory['queue']\"})",
+    ),
+    (
+        2,
+        lambda: called(of_rank(), Y % 2, None, of_all(7), torch.arange(7) % 2, loss=losses.TripletMarginLoss()),
+        "shared={'ref_emb'} … with its labels",
+    ),
+    (2, views_of, "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}"),
+    (2, lambda: views_of(first(3, 4)), "ranks disagree on the width of views … batch_dim={'views': 1}"),
+    (
+        2,
+        lambda: prototypes_of(of_rank(seed=8), shared={"prototypes"}),
+        "the shared prototypes differs between ranks … out of shared",
+    ),
+    (
+        2,
+        lambda: called(of_rank(), F.normalize(of_rank(2**16)).float(), shared={"other"}),
+        "shared other differs",
+    ),
+    (
+        2,
+        lambda: prototypes_of(of_all(first(5, 6)), shared={"prototypes"}),
+        "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]",
+    ),
+    (
+        2,
+        lambda: prototypes_of(of_all().requires_grad_(first(True, False)), shared={"prototypes"}),
+        "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]",
+    ),
+    (
+        2,
+        lambda: prototypes_of(shared=first({"prototypes"}, None), check_distinct=False),
+        "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}",
+    ),
+    (
+        2,
+        lambda: prototypes_of(shared={"prototype"}),
+        "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.",
+    ),
+    (3, at_a_later_step, "Prototypes: prototypes is equal on every rank"),
+    (2, lambda: views_of(batch_dim={"views": 3}), "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]"),
+    (
+        2,
+        lambda: called(
+            of_rank(2)[None],
+            torch.arange(3),
+            loss=lambda embeddings, labels: total(embeddings),
+            batch_dim={"embeddings": 1},
+        ),
+        "labels are one per row, got 3 for 2 rows",
+    ),
+]
+"""How many ranks, the call on each, and words of the error."""
+
+
+@pytest.mark.parametrize(("world_size", "bad", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_a_meaning_that_is_not_clear_is_refused(
+    world_size: int, bad: Callable[[], Any], words: str, worlds: Worlds
+) -> None:
+    refused(worlds, world_size, bad, words)

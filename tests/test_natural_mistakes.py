@@ -1,6 +1,7 @@
 """Mistakes of a first hour say what to do, on one process and on two; obeying the sentence works."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,21 +11,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks import suggestions
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import assert_says, error_message, numbers, refused
+from tests.helpers import assert_says, close, common_error, error_message, numbers, rank
 from tests.interpreter import python
 
 Call = Callable[[], Any]
 
 
 def z(n: int = 8, d: int = 5, seed: int = 0) -> Tensor:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return numbers(n, d, seed=10 * rank + seed).requires_grad_()
+    return numbers(n, d, seed=10 * rank() + seed).requires_grad_()
 
 
 def y(n: int = 8) -> Tensor:
@@ -145,8 +145,8 @@ def test_a_call_says_what_to_do_and_obeying_works(name: str, worlds: Worlds) -> 
     says, call, obeyed = CALLS[name]
     assert_says(error_message(call, (TypeError, ValueError)), says)
     obeyed()
-    refused(worlds, 2, call, says)
-    worlds.run(2, lambda: [obeyed() is None])
+    of_ranks, _ = common_error(worlds, 2, call, lambda: obeyed() is None)
+    assert_says(of_ranks, says)
 
 
 CONSTRUCTED: dict[str, Mistake] = {
@@ -270,10 +270,6 @@ WARNED: dict[str, tuple[str, Callable[[], list[str]]]] = {
 }
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 @pytest.mark.parametrize("name", WARNED)
 def test_what_trains_wrongly_warns_once_on_every_rank_and_right_use_does_not(name: str, worlds: Worlds) -> None:
     says, job = WARNED[name]
@@ -306,9 +302,8 @@ def test_a_missing_package_is_one_sentence(module: str) -> None:
     package, install = EXTRAS[module]
     room = module.rpartition(".")[0]
     again = f"[sys.modules.pop(x) for x in list(sys.modules) if x.startswith({room!r})]"
-    text = python("-c", f"import sys; {again}; sys.modules[{package!r}] = None; import {module}").stderr.splitlines()[
-        -1
-    ]
+    done = python("-c", f"import sys; {again}; sys.modules[{package!r}] = None; import {module}")
+    *_, text = done.stderr.splitlines()
     assert_says(text, f"ImportError: {module.removesuffix('.check')} needs {package} … : pip install '{install}")
 
 
@@ -324,3 +319,56 @@ def test_a_missing_package_of_an_option_is_one_sentence(module: str, call: Call,
     with patch.dict(sys.modules, gone):
         sys.modules.pop("contrastive_zoo.wrapper.pml.translation", None)  # it imports the package again
         assert_says(error_message(call, (ImportError, ValueError)), f"{module} … pip install '{install}'")
+
+
+ROWS, OTHERS = numbers(6, 3, seed=0), numbers(6, 3, seed=1)
+LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
+EXPRESSION = re.compile(r"(?:Use|Pass|such as) (\w+(?:\[[^\]]*\])?(?:\.\w+(?:\([^()]*\))?)*(?:\([^()]*\))?)")
+
+
+def of_labels(labels: Tensor) -> Tensor:
+    return cz.SupCon()(ROWS, labels)
+
+
+def of_embeddings(embeddings: Tensor) -> Tensor:
+    return cz.SupCon()(embeddings, LABELS)
+
+
+TENSORS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    "a column of labels": (of_labels, LABELS[:, None], LABELS),
+    "one-hot labels": (of_labels, F.one_hot(LABELS), LABELS),
+    "a column of labels as floats": (of_labels, LABELS.double()[:, None], LABELS),
+    "one label": (lambda labels: cz.ArcFace(3, 3).double()(ROWS[:1], labels), torch.tensor(1), torch.tensor([1])),
+    "sparse embeddings": (of_embeddings, ROWS.to_sparse(), ROWS),
+    "nested embeddings": (of_embeddings, torch.nested.nested_tensor([*ROWS], layout=torch.jagged), ROWS),
+    "short floats": (
+        of_embeddings,
+        *(ROWS.to(torch.float8_e4m3fn).to(x) for x in (torch.float8_e4m3fn, torch.bfloat16)),
+    ),
+    "a learnable constant": (
+        lambda tau_plus: cz.HCL(tau_plus=tau_plus)(ROWS, OTHERS),
+        torch.tensor(0.1, requires_grad=True),
+        torch.tensor(0.1),
+    ),
+}
+"""A call of a tensor, a wrong one, and the one that is meant."""
+
+
+def obeyed(text: str, x: Any) -> Any:
+    """Return what the error's expression makes of the argument, whatever name it has there."""
+    (expression, *_) = [found for found in EXPRESSION.findall(text) if re.search(r"[.(\[]", found)]
+    name = re.match(r"\w+", expression).group()  # type: ignore[union-attr]  # it begins with one
+    return eval(expression.replace(name, "x", 1) if name != "torch" else expression, {"x": x, "torch": torch})
+
+
+def seeded(call: Callable[[Any], Any], x: Any) -> Any:
+    torch.manual_seed(0)
+    return call(x)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_an_expression_is_right(name: str) -> None:
+    call, bad, right = TENSORS[name]
+    text = error_message(lambda: call(bad))
+    assert text is not None
+    close(seeded(call, obeyed(text, bad)).double(), seeded(call, right).double())
