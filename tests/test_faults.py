@@ -24,57 +24,22 @@ from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows, r
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests import faults
-from tests.helpers import EVERY_CASE, assert_says, error_message, numbers, refused
-
-GONE, LATE = "lost the connection to another rank in", "and not all ranks came"
-
-SAYS: dict[str, str] = {
-    "exception before the loss": f"NTXent, call 3: rank 0 … {GONE} … the handshake",
-    "exception in a third-party loss": "Rank 1 failed in third_party, call 3: FileNotFoundError: no such file: cat.jpg",
-    "exception between two messages of a loss": (
-        "Rows, call 3: rank 0 waited in an exchange of rows … "
-        "Rank 1 failed in Rows, call 3: FileNotFoundError: no such file: cat.jpg"
-    ),
-    "exception after the loss": f"average_gradients: rank 0 … {GONE}",
-    "SIGKILL before the loss": f"NTXent, call 3: rank 0 … {GONE} … the handshake",
-    "SIGKILL in the loss": f"Rows, call 3: rank 0 … {GONE} … an exchange of rows",
-    "SIGSTOP before the loss": f"NTXent, call 3: rank 0 waited … s in the handshake … {LATE} … epochs of different length",
-    "SIGSTOP in the loss": f"Rows, call 3: rank 0 waited … s in an exchange of rows … {LATE}",
-    "Ctrl-C in the loss": "Rank 1 failed in Rows, call 3: KeyboardInterrupt.",
-    "one call more than elsewhere": "ranks are out of step: rank 0 is in average_gradients; rank 1 is in NTXent, call",
-    "a shorter epoch": f"NTXent, call 3: rank 0 waited … s in the handshake … {LATE} … epochs of different length",
-}
-
-DRAWN = [
-    "exception before the loss",
-    "exception between two messages of a loss",
-    "SIGKILL in the loss",
-    "SIGSTOP before the loss",
-    "one call more than elsewhere",
-]
-"""One of each kind: the others run in ``make search``."""
-
-
-NAMES = list(SAYS) if EVERY_CASE else DRAWN
+from tests.helpers import assert_says, error_message, numbers, refused
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, list[faults.Outcome]]:
+def runs() -> dict[str, faults.Outcome]:
     """The faults, several at once: their ranks mostly wait."""
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(NAMES, pool.map(faults.run_fault, NAMES), strict=True))
+        return dict(zip(faults.FAULTS, pool.map(faults.run_fault, faults.FAULTS), strict=True))
 
 
-def test_every_fault_is_described() -> None:
-    assert SAYS.keys() == faults.FAULTS.keys()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_other_rank_says_what_happened_and_ends(runs: dict[str, list[faults.Outcome]], name: str) -> None:
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_the_other_rank_says_what_happened_and_ends(runs: dict[str, faults.Outcome], name: str) -> None:
     """But for late ranks, the group's time-out is half an hour."""
-    (outcome,) = runs[name]
+    outcome = runs[name]
     assert outcome.kind == "CommunicationError", outcome
-    assert_says(outcome.text, SAYS[name])
+    assert_says(outcome.text, faults.FAULTS[name].says)
     assert outcome.ended, "an orphan"
 
 
@@ -176,12 +141,9 @@ def backward_that_fails_on_rank_1() -> str | None:
     rank, a, b = dist.get_rank(), local_rows(), local_rows()
     with splitting(always=True):
         loss = cz.DistributedLoss(cz.Clip(), process_group=dist.new_group([0, 1]))(a, 2 * b)
-        with patch.object(softmax, "gradient_buffer", exhausted) if rank == 1 else nullcontext():
+        exhausted = patch.object(softmax, "gradient_buffer", side_effect=MemoryError("no memory for the gradient"))
+        with exhausted if rank == 1 else nullcontext():
             return error_message(loss.backward, MemoryError if rank == 1 else CommunicationError)
-
-
-def exhausted(*_: Any) -> Tensor:
-    raise MemoryError("no memory for the gradient")
 
 
 def test_a_failure_in_the_backward_pass_is_told(worlds: Worlds) -> None:
