@@ -16,12 +16,14 @@ from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import error_message
-from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
+from tests.helpers import drawn, error_message
+from tests.own_losses import OF_CATALOGUE, OwnLoss
 from tests.zoo import BatchHard
 from tools.vectors.cases import LABELLED, VIEWS, WIDTH
 
-STATEFUL = {name: OWN_LOSSES[name] for name in ("dino", "tico", "sigreg", "lejepa", "nnclr")} | MEMORIES
+
+def memory(loss: Callable[[], Any]) -> Callable[[], Loss]:
+    return lambda: cz.CrossBatchMemory(loss(), 20, WIDTH, dtype=torch.float64)
 
 
 class References(nn.Module):
@@ -42,6 +44,12 @@ INNER = {
 }
 """Memories of losses that fail inside."""
 
+STATEFUL = {name: OF_CATALOGUE[name] for name in ("dino", "tico", "sigreg", "lejepa", "nnclr")} | {
+    "memory of InfoNCE": OwnLoss(memory(cz.InfoNCE), VIEWS),
+    "memory of SupCon": OwnLoss(memory(cz.SupCon), LABELLED),
+    **INNER,
+}
+
 
 def refused(loss: Loss, arguments: dict[str, Tensor]) -> None:
     first = next(iter(arguments.values())).detach().clone()
@@ -55,10 +63,6 @@ class Raising(Loss):
 
     def compute(self, batch: Batch) -> Tensor:
         raise RuntimeError("the term failed")
-
-
-def fails_in_a_sum(loss: Loss, arguments: dict[str, Tensor]) -> None:
-    cz.DistributedLoss(cz.WeightedSum([loss, Raising()]), check_distinct=False)(*arguments.values())
 
 
 def raises(*_: Any, **named: Any) -> Tensor:
@@ -97,11 +101,13 @@ class Failure(NamedTuple):
 
 FAILURES = {
     "a refused batch": Failure(refused, STATEFUL, damage=moved_first),
-    "a failed term": Failure(
-        fails_in_a_sum, STATEFUL, without=["contrastive_zoo.losses.compositions.state_kept_on_error"]
-    ),
     "a failed inner loss": Failure(
         fails_inside, INNER, without=["contrastive_zoo.losses.cross_batch_memory.state_kept_on_error"]
+    ),
+    "a failed term": Failure(
+        lambda loss, of: cz.DistributedLoss(cz.WeightedSum([loss, Raising()]), check_distinct=False)(*of.values()),
+        STATEFUL,
+        without=["contrastive_zoo.losses.compositions.state_kept_on_error"],
     ),
 }
 
@@ -124,13 +130,14 @@ def moved(failure: str, name: str, *, split: bool, mutant: bool = False) -> list
     return [name for name, x in loss.named_buffers() if not torch.equal(x, before[name])]
 
 
-@pytest.mark.parametrize(
-    ("failure", "name"), [(failure, name) for failure, of in FAILURES.items() for name in of.losses]
-)
-def test_a_call_that_fails_moves_nothing(failure: str, name: str, worlds: Worlds) -> None:
-    for world_size in (1, 2):
-        split = (world_size + [*FAILURES[failure].losses].index(name)) % 2 == 0 or failure == "a failed inner loss"
-        assert worlds.run(world_size, moved, failure, name, split=split) == [[]] * world_size
+CASES = [(failure, name) for failure, of in FAILURES.items() for name in of.losses]
+
+
+@pytest.mark.parametrize(("case", "world_size"), drawn(CASES, [2, 1], one_in=2), ids=str)
+def test_a_call_that_fails_moves_nothing(case: tuple[str, str], world_size: int, worlds: Worlds) -> None:
+    failure, name = case
+    split = CASES.index(case) // 2 % 2 == 0 or failure == "a failed inner loss"
+    assert worlds.run(world_size, moved, failure, name, split=split) == [[]] * world_size
     if name in ("dino", "nnclr", "memory of SupCon", "memory of References"):
         assert any(worlds.run(2, moved, failure, name, split=True, mutant=True))
 
@@ -194,7 +201,7 @@ def test_a_monitor_refuses_before_the_loss_moves(worlds: Worlds) -> None:
         text = error_message(lambda: loss_fn(torch.ones(3)))
         return text, loss_fn.loss.calls.item(), monitor.compared()
 
-    for text, calls, state in (*worlds.run(1, job), *worlds.run(2, job)):
+    for text, calls, state in worlds.run(2, job):
         assert text is not None
         assert text.startswith("OfScores: ")
         assert "holds embeddings" in text

@@ -1,14 +1,15 @@
-"""Monitor: its figures, what holds for all of them with the mistakes that are caught, and what ranks must agree on."""
+"""Monitor: its figures, what holds for all of them with the mistakes that are caught, and what ranks agree on; pictures."""
 
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.metrics import figures
+from contrastive_zoo.metrics import figures, plots
 from contrastive_zoo.metrics.figures import sketch
 from contrastive_zoo.ranks.transport import reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
@@ -28,10 +29,6 @@ def third_party(embeddings, labels):
 
 def of_pairs(queries, keys):
     return (queries - keys).square().mean()
-
-
-def no_pairs(queries, documents):
-    return (queries @ documents.T).square().mean()
 
 
 CASES = {
@@ -222,7 +219,8 @@ def test_views_of_all_forms():
     for name in ("positive_similarity", "top1_forward", "top1_backward", "alignment"):
         assert math.isclose(three[name], sum(x[name] for x in pairs_of_two) / 3, rel_tol=1e-12)
     assert "positive_similarity" in measured(cz.MNRL(), *views)
-    assert "positive_similarity" not in measured(no_pairs, views[0], views[1][:5])
+    no_pairs = measured(lambda queries, documents: (queries @ documents.T).mean(), views[0], views[1][:5])
+    assert "positive_similarity" not in no_pairs
 
 
 def test_half_precision_and_values_that_are_not_finite():
@@ -315,3 +313,46 @@ def test_the_picture_has_a_line_for_each_encoder():
     loss_fn(*PAIRED)
     figure = monitor.plot()
     assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["images", "texts"]
+
+
+ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(30) % 3
+
+
+def counts(rows, labels):
+    return [x.tolist() for x in plots._pair_counts(rows, None, labels, None, 20, cz.World.of())]
+
+
+def test_the_histogram_counts_every_pair_once(worlds):
+    positive, negative = counts(ROWS, CLASSES)
+    assert (sum(positive), sum(negative)) == (30 * 9, 30 * 20)
+    cosines = nn.functional.cosine_similarity(ROWS[:, None].double(), ROWS[None].double(), dim=2)
+    same = (CLASSES[:, None] == CLASSES) & ~torch.eye(30, dtype=torch.bool)
+    assert torch.histc(cosines[same].float(), 20, -1, 1).tolist() == positive
+    for split in ((10, 20), (0, 29, 1)):
+        each = list(zip(ROWS.split(split), CLASSES.split(split), strict=True))
+        assert worlds.run(len(split), counts, each=each) == [[positive, negative]] * len(split)
+
+
+def test_every_picture_is_a_figure(tmp_path):
+    pictures = {
+        "histogram": plots.similarity_histogram(ROWS, ROWS[:5], labels=CLASSES, gallery_labels=CLASSES[:5]),
+        "map": plots.embedding_map(ROWS, CLASSES),
+        "map without labels": plots.embedding_map(ROWS),
+    }
+    for name, figure in pictures.items():
+        assert isinstance(figure, Figure)
+        figure.savefig(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 2000
+
+
+def test_mistakes_are_named(worlds):
+    with pytest.raises(ValueError, match="3 for 30 rows"):
+        plots.embedding_map(ROWS, CLASSES[:3])
+
+    def bad():
+        rank = dist.get_rank()
+        return plots.similarity_histogram(ROWS, labels=CLASSES[: 30 - rank])
+
+    text, _ = common_error(worlds, 2, bad, lambda: None)
+    assert "rank 1: labels are one per row, got 29" in text

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +26,7 @@ from contrastive_zoo.ranks.compat import default_group
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import loss_call
-from tests.helpers import EVERY_CASE, close, drawn, error_message, numbers
+from tests.helpers import close, drawn, error_message, numbers
 
 N, D, STEPS = 7, 3, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -165,7 +165,7 @@ def remembered(reduction: Any, shards: Sequence[int]) -> list[Tensor]:
 
 
 def of(gather: Callable[[Tensor], Tensor], around: Callable[[nn.Module], nn.Module] = lambda x: x) -> Any:
-    return partial(train, lambda: around(Loss(gather)))
+    return functools.partial(train, lambda: around(Loss(gather)))
 
 
 JOBS: dict[str, Callable[[Any, Sequence[int]], list[Tensor]]] = {
@@ -176,22 +176,22 @@ JOBS: dict[str, Callable[[Any, Sequence[int]], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_loss_that_communicates_is_that_of_one_process(name: str, worlds: Worlds) -> None:
-    (expected,) = worlds.run(1, JOBS[name], "mean", (N,))
-    several = None if name != "compiled" or EVERY_CASE else 1  # each rank compiles for a second
-    for shards, reduction in drawn(SPLITS, ["mean", "sum"], one_in=2)[:several]:
-        for found in worlds.run(len(shards), JOBS[name], reduction, shards):
-            for x, y in zip(found, expected, strict=True):
-                close(x, y)
+@functools.cache
+def alone(worlds: Worlds, name: str) -> list[Tensor]:
+    return worlds.run(1, JOBS[name], "mean", (N,))[0]
 
 
-def bare(compute: Callable[[], Any], *_: Any) -> Any:
-    return compute()
+@pytest.mark.parametrize(("name", "shards", "reduction"), drawn(JOBS, SPLITS, ["mean", "sum"], one_in=5), ids=str)
+def test_a_loss_that_communicates_is_that_of_one_process(
+    name: str, shards: Sequence[int], reduction: str, worlds: Worlds
+) -> None:
+    for found in worlds.run(len(shards), JOBS[name], reduction, shards):
+        for x, y in zip(found, alone(worlds, name), strict=True):
+            close(x, y)
 
 
 MUTANTS = {
-    "everywhere": (loss_call, "in_one_process", bare),
+    "everywhere": (loss_call, "in_one_process", lambda compute, *_: compute()),
     "backward": (one_process, "_python_functions", lambda *_: []),
 }
 
@@ -206,20 +206,8 @@ def train_without_guard(mutant: str, name: str) -> list[Tensor]:
     [("everywhere", "a layer"), ("everywhere", "sinkhorn"), ("backward", "in the backward pass only")],
 )
 def test_without_the_guard_they_are_wrong(mutant: str, name: str, worlds: Worlds) -> None:
-    found, expected = worlds.run(2, train_without_guard, mutant, name)[0], worlds.run(1, JOBS[name], "mean", (N,))[0]
-    assert any(x.shape != y.shape or not torch.allclose(x, y) for x, y in zip(found, expected, strict=True))
-
-
-class HoldsTheGroup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.group = dist.group.WORLD
-
-    def forward(self, z: Tensor) -> Tensor:
-        total = z.detach().sum(0)
-        dist.all_reduce(total, group=self.group)
-        dist.barrier(self.group)
-        return (z - total).square().mean()
+    pairs = zip(worlds.run(2, train_without_guard, mutant, name)[0], alone(worlds, name), strict=True)
+    assert any(x.shape != y.shape or not torch.allclose(x, y) for x, y in pairs)
 
 
 def gathering_by_a_default() -> Callable[[Tensor], Tensor]:
@@ -235,17 +223,8 @@ def gathering_by_a_default() -> Callable[[Tensor], Tensor]:
     return gathers_by_a_default
 
 
-class Raises(nn.Module):
-    def forward(self, z: Tensor) -> Tensor:
-        raise KeyError(f"in a world of {dist.get_world_size()}")
-
-
-def held_in_backward(z: Tensor, group: Any) -> Tensor:
-    return SumsInBackward.apply(z, group).sum()
-
-
-def mined(z: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
-    return z.sum()
+def raises(z: Tensor) -> Tensor:
+    raise KeyError(f"in a world of {dist.get_world_size()}")
 
 
 def refusals() -> list[Any]:
@@ -256,13 +235,18 @@ def refusals() -> list[Any]:
         dist.barrier(group)
         return (labels,)
 
+    def holding(z: Tensor) -> Tensor:
+        dist.all_reduce(z.detach().sum(0), group=group)
+        dist.barrier(group)
+        return z.square().mean()
+
     jobs = [
-        lambda: cz.DistributedLoss(HoldsTheGroup())(z),
-        lambda: cz.DistributedLoss(partial(held_in_backward, group=group))(z).backward(),
-        lambda: cz.DistributedLoss(mined, miner=miner)(z, labels),
+        lambda: cz.DistributedLoss(holding)(z),
+        lambda: cz.DistributedLoss(lambda z: SumsInBackward.apply(z, group).sum())(z).backward(),
+        lambda: cz.DistributedLoss(lambda z, labels, indices_tuple: z.sum(), miner=miner)(z, labels),
         lambda: DistributedMiner(miner)(z, labels),
         lambda: cz.DistributedLoss(gathering_by_a_default())(z),
-        lambda: cz.DistributedLoss(Raises())(z),
+        lambda: cz.DistributedLoss(raises)(z),
     ]
     messages: list[Any] = [error_message(job, (ValueError, KeyError)) for job in jobs]
     assert dist.group.WORLD is group
@@ -274,19 +258,18 @@ def refusals() -> list[Any]:
 def test_a_loss_that_holds_a_group_is_refused_on_every_rank(worlds: Worlds) -> None:
     first, second = worlds.run(2, refusals)
     assert first == second
-    assert "HoldsTheGroup: it sends 2 messages by a process group that it holds" in first[0]
-    for text, name in zip(first[1:-1], ("partial", "miner", "miner", "gathers_by_a_default"), strict=True):
+    assert "holding: it sends 2 messages by a process group that it holds" in first[0]
+    for text, name in zip(first[1:-1], ("<lambda>", "miner", "miner", "gathers_by_a_default"), strict=True):
         assert f"{name}: it sends 1 message by" in text
     assert "in a world of 1" in first[-1]
 
 
-def held_graph() -> list[float]:
+def held_graph() -> float:
     """The gradient of a number that is summed over ranks outside of the loss, which holds it."""
     offset = torch.ones((), dtype=torch.float64, requires_grad=True)
     held = SumsInBackward.apply(offset)
-    loss_fn = cz.DistributedLoss(lambda embeddings: embeddings.sum() * 0 + held, check_equal=False)
-    (gradient,) = torch.autograd.grad(loss_fn(numbers(3, D, seed=dist.get_rank())), offset)
-    return [float(gradient)]
+    cz.DistributedLoss(lambda z: z.sum() * 0 + held, check_equal=False)(numbers(3, D, seed=dist.get_rank())).backward()
+    return float(offset.grad)
 
 
 class Squared(torch.autograd.Function):
@@ -330,39 +313,16 @@ def test_a_checkpoint_calls_encoder_and_wrapper_anew_for_all_ranks(reentrant: bo
             close(x, y)
 
 
-def nested() -> list[float]:
+def nested() -> float:
     """A wrapper within a loss sees one process."""
-
-    def loss(z: Tensor) -> Tensor:
-        return cz.DistributedLoss(torch.sum)(z)
-
-    rows = numbers(7, D, seed=1).split([3, 4])[dist.get_rank()]
-    return [float(cz.DistributedLoss(loss)(rows) - numbers(7, D, seed=1).sum())]
+    rows, inner = numbers(7, D, seed=1), cz.DistributedLoss(torch.sum)
+    local = rows.split([3, 4])[dist.get_rank()]
+    return float(cz.DistributedLoss(lambda z: inner(z))(local) - rows.sum())
 
 
-def world_sizes_of_threads() -> list[float]:
-    """Other threads see all ranks."""
-    group, sizes = dist.group.WORLD, []
-
-    def during(z: Tensor) -> Tensor:
-        sizes.append(dist.get_world_size())
-        with ThreadPoolExecutor(1) as other:
-            sizes.append(other.submit(dist.get_world_size).result())
-            sizes.append(other.submit(in_one_process, dist.get_world_size, "another", cz.World.of()).result())
-        sizes.append(dist.get_world_size())
-        return z.sum()
-
-    cz.DistributedLoss(during)(numbers(3, D, seed=dist.get_rank()))
-    assert dist.group.WORLD is group
-    return [*sizes, dist.get_world_size()]
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [(held_graph, [2]), (nested, [0]), (world_sizes_of_threads, [1, 2, 1, 1, 2])],
-)
-def test_who_sees_how_many_ranks(job: Callable[[], list[float]], expected: list[float], worlds: Worlds) -> None:
-    assert worlds.run(2, job) == [pytest.approx(expected, abs=1e-12)] * 2
+def test_who_sees_how_many_ranks(worlds: Worlds) -> None:
+    assert worlds.run(2, held_graph) == [2, 2]
+    assert worlds.run(2, nested) == [pytest.approx(0, abs=1e-12)] * 2
 
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -379,7 +339,8 @@ class Reads(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, found: list[Any]) -> Tensor:
         ctx.found = found
         with patch.dict(os.environ), ThreadPoolExecutor(1) as other:  # the first writes what it has read
-            other.submit(in_one_process, environment, "another", cz.World.of()).result()
+            assert other.submit(dist.get_world_size).result() == 2  # other threads see all ranks
+            assert other.submit(in_one_process, environment, "another", cz.World.of()).result()[1] == 1
         found.append(environment())
         return x.sum()
 
@@ -409,9 +370,7 @@ def environments(*variables: str) -> list[Any]:
 
 
 def test_a_loss_reads_the_environment_of_one_process_also_in_a_backward_pass_that_raises(worlds: Worlds) -> None:
+    """And none where there is none."""
     of_all = TORCHRUN, 2
     assert worlds.run(2, environments, *TORCHRUN) == [[(ONE, 1), of_all, of_all, (ONE, 1), of_all]] * 2
-
-
-def test_a_loss_reads_no_environment_where_there_is_none(worlds: Worlds) -> None:
     assert [[variables for variables, _ in found] for found in worlds.run(2, environments)] == [[{}] * 5] * 2
