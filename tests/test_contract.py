@@ -21,11 +21,10 @@ from contrastive_zoo.testing.invariants import (
     same_at_later_steps,
     same_encoder_gradient,
     same_random_numbers,
-    same_sharded_gradient,
 )
 from contrastive_zoo.testing.measurement import Case, Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, TEMPERATURES, Pools, drawn
+from tests.helpers import EVERY_CASE, TEMPERATURES, Pools, drawn, error_message
 from tests.losses import zoo_softmax
 from tests.losses.whole_zoo import EVERY, WHOLE_ZOO
 from tests.test_operators import Operators
@@ -77,38 +76,13 @@ def test_one_step_takes_either_path(monkeypatch, pools: Pools) -> None:
             same_encoder_gradient(Trial(case, GlobalBatch((3, 2), d=3, seed=seed), pools.threads))
 
 
-class LaterStep(torch.nn.Module):
-    """A loss that has been called before, so that rows follow the header of its handshake."""
-
-    def __init__(self, loss: torch.nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, *rows: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            for _ in range(2):
-                self.loss(*(x.detach() for x in rows))
-        return self.loss(*rows)
-
-
-@pytest.mark.parametrize(
-    ("entry", "how"),
-    [(entry, "ring") for entry in WHOLE_ZOO if entry.make(temperature=0.3).ring_problem() is None]
-    + [(entry, "later step") for entry in ZOO],
-    ids=str,
-)
+@pytest.mark.parametrize("entry", [x for x in WHOLE_ZOO if x.make(temperature=0.3).ring_problem() is None], ids=str)
 @given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
-def test_the_contract_holds_however_ranks_talk(entry: Entry, how: str, batch, trainer, pools: Pools) -> None:
-    def told():
-        loss = cz.DistributedLoss(entry.make(temperature=0.3), grad_reduction=trainer, ring=how == "ring")
-        return loss if how == "ring" else LaterStep(loss)
+def test_the_contract_holds_in_a_ring(entry: Entry, batch, trainer, pools: Pools) -> None:
+    def make():
+        return cz.DistributedLoss(entry.make(temperature=0.3), grad_reduction=trainer, ring=True)
 
-    require_contract(replace(entry.case(trainer), make=told), batch, pools)
-
-
-@given(batch=global_batches(), number=st.integers(2, 4))
-def test_the_contract_holds_for_any_number_of_views(batch, number, pools: Pools) -> None:
-    require_contract(Entry("NTXent", cz.NTXent, dense_nt_xent, views=number).case(), batch, pools)
+    require_contract(replace(entry.case(trainer), make=make), batch, pools)
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=str)
@@ -157,9 +131,9 @@ class NoisyHard(BatchHard):
 
 
 MANY_RANKS = [
-    *((entry, (0, 2, 0, 1, 3, 0, 0, 1)) for entry in WHOLE_ZOO[:: 1 if EVERY_CASE else 16]),
-    *((entry, (*[0] * 9, 4, 0, 1, *[0] * 4, 2)) for entry in WHOLE_ZOO[1 :: 2 if EVERY_CASE else 30]),
-    *((entry, (*[0] * 30, 3, *[0] * 31, 1, 2)) for entry in WHOLE_ZOO[4 :: 5 if EVERY_CASE else 60]),
+    *((entry, (0, 2, 0, 1, 3, 0, 0, 1)) for entry in WHOLE_ZOO[:: 1 if EVERY_CASE else 24]),
+    *((entry, (*[0] * 9, 4, 0, 1, *[0] * 4, 2)) for entry in WHOLE_ZOO[1 :: 2 if EVERY_CASE else 96]),
+    *((entry, (*[0] * 30, 3, *[0] * 31, 1, 2)) for entry in WHOLE_ZOO[4 :: 5 if EVERY_CASE else 96]),
 ]
 
 
@@ -168,24 +142,14 @@ MANY_RANKS = [
 )
 def test_the_contract_holds_at_every_step_on_many_ranks_of_which_most_are_empty(entry, shards, pools: Pools) -> None:
     trial = Trial(entry.case(temperature=0.3), GlobalBatch(shards, d=2, seed=len(shards)), pools.threads)
-    for invariant in (*CONTRACT, same_at_later_steps):
+    for invariant in (*CONTRACT, same_at_later_steps) if EVERY_CASE or len(shards) < 64 else CONTRACT:
         invariant(trial)
 
 
-def sharded_in_a_sum(**_):
-    return cz.WeightedSum([cz.ArcFace(16, 3, scale=4.0, shard_over=cz.World.of())])
-
-
-@pytest.mark.parametrize("trainer", ["mean", "sum"])
-@pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("make", "invariant"), [(NoisyHard, same_random_numbers), (sharded_in_a_sum, same_sharded_gradient)]
-)
-def test_a_loss_that_draws_and_sharded_weights_inside_a_composition(
-    make, invariant, shards, trainer, pools: Pools
-) -> None:
-    case = Entry(make.__name__, make, dense_batch_hard, call="labels").case(trainer)
-    assert invariant(Trial(case, GlobalBatch(shards, d=3, seed=5), pools.drawn(case.name, shards)))
+@pytest.mark.parametrize(("shards", "trainer"), drawn([(1, 4), (0, 3, 2)], ["mean", "sum"], one_in=2), ids=str)
+def test_a_loss_that_draws_draws_the_numbers_of_one_process(shards, trainer, pools: Pools) -> None:
+    case = Entry("NoisyHard", NoisyHard, dense_batch_hard, call="labels").case(trainer)
+    assert same_random_numbers(Trial(case, GlobalBatch(shards, d=3, seed=5), pools.drawn(shards)))
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
@@ -198,20 +162,12 @@ def test_extremes_stay_finite(entry: Entry, batch, temperature, pools: Pools) ->
     finite_at_extremes(Trial(entry.case(temperature=temperature), batch, pools.drawn(entry.name, batch)))
 
 
-@pytest.mark.parametrize("ranks", ["processes", "threads"])
-@pytest.mark.parametrize("invariant", INVARIANTS, ids=str)
+@pytest.mark.parametrize(("invariant", "ranks"), drawn(INVARIANTS, ["threads", "processes"], one_in=2), ids=str)
 def test_each_invariant_catches_its_mutant(invariant: Invariant, ranks: str, impatient: Worlds, pools: Pools) -> None:
-    worlds = impatient if ranks == "processes" else pools.threads
-    case = GALLERY[invariant.catches].case
+    case, worlds = GALLERY[invariant.catches].case, impatient if ranks == "processes" else pools.threads
     kind = "huge" if invariant is finite_at_extremes else "gaussian"
-    complaints = []
-    for shards in [(3, 3), (2, 4), (1, 3, 2)]:
-        try:
-            invariant(Trial(case, GlobalBatch(shards, seed=1, kind=kind), worlds))
-        except Broken as broken:
-            complaints.append(str(broken))
-    assert complaints
-    assert all(len(complaint) > 20 for complaint in complaints)
+    trials = (Trial(case, GlobalBatch(shards, seed=1, kind=kind), worlds) for shards in [(3, 3), (2, 4), (1, 3, 2)])
+    assert any(len(error_message(lambda trial=trial: invariant(trial), Broken) or "") > 20 for trial in trials)
 
 
 @pytest.mark.parametrize(("entry", "few"), drawn(WHOLE_ZOO, [-1, 10**6], one_in=2), ids=str)
