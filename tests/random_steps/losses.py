@@ -143,7 +143,6 @@ OTHERS: dict[str, Loss] = {
 LOSSES = OF_ZOO | MEMORIES | OTHERS
 for of, more in (
     (user_code.LABELLED, {"call": "labels"}),
-    ({"an empty bank": user_code.EmptyBank}, {}),
     (user_code.STATEFUL, {"call": "labels", "remembers": True}),
     (user_code.STATEFUL_PAIRS, {"remembers": True}),
 ):

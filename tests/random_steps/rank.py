@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,7 +27,9 @@ Batch = tuple[int, ...]
 How = Literal["", "second wrapper", "subgroup", "one step", "checkpoint", "reentrant checkpoint", "no_grad", "eval"]
 Backward = Literal["each", "together", "twice", "none"]
 Precision = Literal["float64", "float32", "autocast"]
+Swapped = Literal["first calls", "later calls", "backward passes"]
 Numbers = dict[str, list[Tensor]]
+Run, Local = Callable[..., Tensor], Callable[[list[Tensor], Batch], list[Tensor]]
 
 TIMES = 8
 """In 32 bits and under autocast the error may be so many times that of the dense formula."""
@@ -35,6 +38,7 @@ LEAST = 1e-5
 KEPT = {"hides in rows": "tiling", "hides in compute": "PAYLOAD"}
 """Thresholds that a loss keeps: one draws by block, and the samples of one always fit."""
 MOVE = 0.97
+SEED = torch.default_generator.manual_seed  # torch.manual_seed also records the caller's stack, which takes long
 VALUE, ROWS, PARAMETERS = "value", "gradient of the embeddings", "gradient of the loss's parameters"
 
 
@@ -193,6 +197,22 @@ class Rank:
         if everywhere:
             undo.close()
 
+    def swap(self, what: Swapped) -> None:
+        """The last rank calls the second of two wrappers first, or runs its backward pass first: all ranks are told so."""
+        group, order = dist.new_group(), slice(None, None, -1 if _is_last() else 1)  # the group is lost
+        with patch("contrastive_zoo.wrapper.call_history._made", itertools.count(1)):
+            wrappers = [self.wrapped(process_group=group) for _ in range(2)]
+        shards = (4,) * dist.get_world_size()
+        whole = global_rows(self.kind, sum(shards), self.seed, self.dtype)
+        rows = [x.requires_grad_(x.is_floating_point()) for x in local_rows(self.kind, whole, shards, dist.get_rank())]
+        try:
+            values = [call(*rows) for call in wrappers] if what != "first calls" else []
+            for x in (values if what == "backward passes" else wrappers)[order]:
+                x.backward() if what == "backward passes" else x(*rows)
+        except cz.CommunicationError as error:
+            self.ends.append(str(error))
+        self.is_over = True
+
     def _ends(self, batch: Batch, change: Change, undo: ExitStack, everywhere: bool) -> list[tuple[str, str]]:
         """Make the change and take a step; return how it ended on each rank: right, wrong or refused, and the words."""
         before = self.twin if everywhere else copy.deepcopy(self.twin)
@@ -213,7 +233,7 @@ class Rank:
 
     def _seeded(self, batches: Sequence[Batch]) -> list[tuple[Batch, int]]:
         first, self.seed = self.seed, self.seed + len(batches)
-        torch.manual_seed(first)  # of the twin and of rank 0, by which all ranks draw
+        SEED(first)  # of the twin and of rank 0, by which all ranks draw
         return [(shards, first + index) for index, shards in enumerate(batches)]
 
     @property
@@ -221,7 +241,7 @@ class Rank:
         return torch.float64 if self.precision == "float64" else torch.float32
 
     def _made(self, *, whole: bool = False) -> Any:
-        torch.manual_seed(0)
+        SEED(0)
         loss = self.kind.make(whole=whole) if self.kind.sharded else self.kind.make()
         return loss.double() if isinstance(loss, nn.Module) else loss
 
@@ -303,14 +323,7 @@ class Calls:
         with torch.random.fork_rng(devices=[]):
             return self._numbers(run, loss, loss, dtype, lambda rows, _: rows)
 
-    def _numbers(
-        self,
-        run: Callable[..., Tensor],
-        call: Any,
-        loss: Any,
-        dtype: torch.dtype,
-        local: Callable[[list[Tensor], Batch], list[Tensor]],
-    ) -> Numbers:
+    def _numbers(self, run: Run, call: Any, loss: Any, dtype: torch.dtype, local: Local) -> Numbers:
         """Call ``run`` once a batch, with what ``local`` leaves of it; return all numbers."""
         values, leaves, calls = [], [], []
         for parameter in parameters_of(loss):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.loss import Inputs, Loss
+from tests.helpers import later
 
 Function = Callable[[Tensor], Tensor]
 
@@ -27,10 +28,7 @@ class Annealed(nn.Module):
 
     def __init__(self, *, plain: bool = False) -> None:
         super().__init__()
-        if plain:
-            self.calls: Any = 0
-        else:
-            self.register_buffer("calls", number(0))
+        self.calls: Any = 0 if plain else nn.Buffer(number(0))
 
     def forward(self) -> Any:
         self.calls += 1
@@ -114,7 +112,7 @@ class OwnForward(cz.SupCon):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.register_buffer("calls", number(0))
+        self.calls = nn.Buffer(number(0))
 
     def forward(self, z: Any, labels: Tensor | None = None) -> Tensor:
         self.calls += 1
@@ -129,28 +127,17 @@ class OwnCall(OwnForward):
         return self.calls * super().__call__(*args, **named)
 
 
-class EmptyBank(nn.Module):
-    """As lightly's losses are without a memory: buffers and parameters of no numbers, and a pointer that nothing sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.empty(0))
-        self.register_buffer("pointer", torch.tensor([7 + 10**9 * cz.World.of().rank]))
-        self.queue = nn.Parameter(torch.empty(0, 4))
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
-
-
 class Bank(nn.Module):
-    """As lightly's losses with a memory: it is empty, and the pointer left to chance, until a first forward pass."""
+    """As lightly's losses: its memory is empty, and the pointer left to chance, until a first forward pass, or always."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fills: bool = True) -> None:
         super().__init__()
-        self.register_buffer("bank", torch.empty(0))
-        self.register_buffer("pointer", torch.tensor([10**6 + cz.World.of().rank]))
+        self.bank, self.pointer = nn.Buffer(torch.empty(0)), nn.Buffer(torch.tensor([10**6 + cz.World.of().rank]))
+        self.queue, self.fills = nn.Parameter(torch.empty(0, 4)), fills
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if not self.fills:
+            return scaled(embeddings, labels)
         if not self.bank.numel():
             self.pointer.zero_()
             self.bank = embeddings.new_zeros(4, 4)
@@ -189,13 +176,9 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def with_code(kind: str) -> cz.SupCon:
-    """Return a loss with a hook, or with a forward of its own."""
+def with_hook(kind: str) -> cz.SupCon:
     loss = cz.SupCon()
-    if kind in HOOKS:
-        getattr(loss, f"register_{kind}_hook")(HOOKS[kind])
-    else:
-        loss.forward = lambda z, labels: cz.SupCon.forward(loss, z - z.mean(0), labels)
+    getattr(loss, f"register_{kind}_hook")(HOOKS[kind])
     return loss
 
 
@@ -212,7 +195,7 @@ LABELLED: dict[str, Callable[[], Any]] = {
     "a parameter after the mean": ScaleAfter,
     "closure": closure,
     "partial": lambda: functools.partial(scaled, scale=2.0, power=torch.tensor(2.0)),
-    "Triplet, learnt": lambda: cz.Triplet(margin=cz.LearnableTemperature(0.2)),
+    "an empty bank": lambda: Bank(fills=False),
 }
 STATEFUL: dict[str, Callable[[], Any]] = {
     "SupCon, annealed": lambda: cz.SupCon(temperature=Annealed()),
@@ -223,7 +206,8 @@ STATEFUL: dict[str, Callable[[], Any]] = {
     "a bank": Bank,
     "a forward of its own": OwnForward,
     "a call of its own": OwnCall,
-    **{kind: functools.partial(with_code, kind) for kind in (*HOOKS, "a patched forward")},
+    **{kind: functools.partial(with_hook, kind) for kind in HOOKS},
+    "a patched forward": lambda: later(cz.SupCon(), forward=lambda z, labels: cz.SupCon()(z - z.mean(0), labels)),
     "a forward of its own in a sum": lambda: cz.WeightedSum([OwnForward(), cz.Triplet()]),
 }
 """Labelled losses of user code that moves a state, or sees the embeddings."""
