@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import chunked_encoder
-from tests.helpers import close, distance, error_message, local_shard, numbers, refused
+from tests.helpers import close, distance, error_message, later, local_shard, numbers, refused
 
 IN, D = 4, 3
 Gradients = list[Tensor]
@@ -34,8 +35,17 @@ class TwoTowers(nn.Module):
         return self.left(x), self.right(y)
 
 
-def gradients(*modules: nn.Module) -> Gradients:
-    return [x.grad.clone() for module in modules for x in module.parameters() if x.grad is not None]
+class Answering(nn.Linear):
+    def __init__(self, answer: Callable[[Tensor], Any] = lambda z: z) -> None:
+        super().__init__(IN, D)
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(super().forward(x))
+
+
+def gradients(module: nn.Module) -> Gradients:
+    return [x.grad.clone() for x in module.parameters() if x.grad is not None]
 
 
 def same(found: Gradients, expected: Gradients, tolerance: float = 1e-10) -> None:
@@ -50,30 +60,25 @@ def labels(n: int) -> Tensor:
 
 def in_chunks(model: nn.Module, size: int) -> Callable[[Tensor], Tensor]:
     """Encode as GradCache does, with all activations at once."""
-    return lambda x: torch.cat([model(chunk) for chunk in x.split(size)])
+    return lambda x: torch.cat([x.new_empty(0, D), *(model(chunk) for chunk in x.split(size) if len(chunk))])
 
 
-def test_several_outputs_and_two_views() -> None:
-    x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
+def test_gradients_of_several_outputs_and_two_views_beside_frozen_parameters() -> None:
+    a, b = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
-    for make, embed in (
-        (TwoTowers, lambda encode: encode(x, y=y)),
-        (mlp, lambda encode: (encode(x), encode(y))),
-    ):
+    for make, embed in (TwoTowers, lambda encode: encode(a, y=b)), (mlp, lambda encode: (encode(a), encode(b))):
         found = []
         for encoder in (lambda model: model, lambda model: cz.GradCache(model, 2)):
             model = make()
-            loss_fn.zero_grad()
-            loss_fn(*embed(encoder(model))).backward()
-            found.append([*gradients(model), loss_fn.temperature.log_scale.grad.clone()])
+            next(model.parameters()).requires_grad_(False)
+            trained = [p for p in (*model.parameters(), *loss_fn.parameters()) if p.requires_grad]
+            found.append(torch.autograd.grad(loss_fn(*embed(encoder(model))), trained))
         same(*found)
+    assert not cz.GradCache(mlp().requires_grad_(False), 2)(a).requires_grad
 
 
 class Reader(nn.Module):
-    """Texts as the means of their tokens' vectors, through an MLP; it keeps the shapes of what it reads.
-
-    As many models of Hugging Face, it takes no batch without a token.
-    """
+    """Texts as the means of their tokens' vectors, through an MLP. Like many models, it takes no batch without a token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,67 +106,45 @@ def texts(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> tuple[Te
     return ids, (mask.flip(1) if left else mask).long()
 
 
-def encoded_texts(
-    shards: tuple[int, ...], left: bool = False, **chunks: int
-) -> tuple[Tensor, Gradients, list[tuple[int, ...]]]:
-    model = Reader()
-    ids, mask, y = (local_shard(x, shards) for x in (*texts(left=left), labels(8)))
-    z = cz.GradCache(DistributedDataParallel(model), **chunks)(ids, attention_mask=mask)
-    cz.DistributedLoss(cz.SupCon())(z, y).backward()
-    return z.detach(), gradients(model), model.seen
+@pytest.mark.parametrize(("kind", "of", "left"), [("tokens", 9, False), ("tokens", 9, True), ("size", 3, False)])
+def test_chunks_of_texts(kind: str, of: int, left: bool, worlds: Worlds) -> None:
+    def job(*shards: int) -> tuple[Tensor, Gradients, list[tuple[int, ...]]]:
+        model = Reader()
+        ids, mask, y = (local_shard(x, shards) for x in (*texts(left=left), labels(8)))
+        z = cz.GradCache(DistributedDataParallel(model), **{f"chunk_{kind}": of})(ids, attention_mask=mask)
+        cz.DistributedLoss(cz.SupCon())(z, y).backward()
+        return z.detach(), gradients(model), model.seen
 
-
-@pytest.mark.parametrize(
-    ("chunks", "left"), [({"chunk_tokens": 9}, False), ({"chunk_tokens": 9}, True), ({"chunk_size": 3}, False)]
-)
-def test_chunks_of_texts(chunks: dict[str, int], left: bool, worlds: Worlds) -> None:
     model, (ids, mask) = Reader(), texts(left=left)
     expected = model(ids, attention_mask=mask)
     cz.SupCon()(expected, labels(8)).backward()
     for shards in [(8,), (3, 5), (7, 0, 1)]:
-        found = worlds.run(len(shards), lambda shards=shards: encoded_texts(shards, left, **chunks))
+        found = worlds.run(len(shards), job, *shards)
         close(torch.cat([z for z, _, _ in found]), expected.detach())
         for _, of_rank, seen in found:
             same(of_rank, gradients(model))
-            assert "chunk_size" in chunks or max(rows * tokens for rows, tokens in seen) <= 9
-            assert "chunk_size" in chunks or shards != (8,) or seen == [(1, 6), (1, 6), (2, 4), (4, 2)] * 2
+            assert kind == "size" or max(rows * tokens for rows, tokens in seen) <= 9
+            assert kind == "size" or shards != (8,) or seen == [(1, 6), (1, 6), (2, 4), (4, 2)] * 2
 
 
 def test_a_row_of_zeros_would_be_noticed(worlds: Worlds) -> None:
     """The mutant: a rank without samples encodes zeros, whose mask has no token, and not a row of another rank."""
 
-    def job() -> bool:
+    def job() -> str | None:
         ids, mask = (local_shard(x, (0, 8)) for x in texts())
         with patch.object(chunked_encoder, "broadcasted", lambda x, *_: torch.zeros_like(x)):
-            return (
-                error_message(lambda: cz.GradCache(Reader(), 2)(ids, attention_mask=mask), AssertionError) is not None
-            )
+            return error_message(lambda: cz.GradCache(Reader(), 2)(ids, attention_mask=mask), AssertionError)
 
-    assert worlds.run(2, job) == [True, False]
+    assert [text is None for text in worlds.run(2, job)] == [False, True]
 
 
 def test_only_one_chunk_has_a_graph_at_a_time() -> None:
     seen: list[tuple[bool, int]] = []
-
-    class Watched(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((torch.is_grad_enabled(), len(x)))
-            return super().forward(x)
-
-    loss = cz.GradCache(Watched(IN, D).double(), 3)(numbers(8, IN, seed=0)).square().sum()
+    encoder = Answering(lambda z: seen.append((torch.is_grad_enabled(), len(z))) or z)
+    loss = cz.GradCache(encoder, 3)(torch.ones(8, IN)).square().sum()
     assert seen == [(False, 3), (False, 3), (False, 2)]
     loss.backward()
     assert seen[3:] == [(True, 3), (True, 3), (True, 2)]
-
-
-def test_autograd_grad_returns_gradients_beside_frozen_parameters() -> None:
-    x, loss_fn, found = numbers(6, IN, seed=0), cz.SupCon(), []
-    for encode in (lambda model: model(x), lambda model: cz.GradCache(model, 4)(x)):
-        model = mlp()
-        model[0].requires_grad_(False)
-        found.append(torch.autograd.grad(loss_fn(encode(model), labels(6)), [*model[2].parameters()]))
-    same(list(found[1]), list(found[0]))
-    assert not cz.GradCache(mlp().requires_grad_(False), 2)(x).requires_grad
 
 
 def test_dropout_is_another_one_without_the_states_of_the_first_pass() -> None:
@@ -176,7 +159,7 @@ def test_dropout_is_another_one_without_the_states_of_the_first_pass() -> None:
     assert max(map(distance, *found)) > 1e-3
 
 
-def trained_with_buffers(kind: str, cached: bool) -> tuple[Gradients, Gradients]:
+def trained_with_buffers(kind: str, cached: bool) -> list[Tensor]:
     """Return parameters and buffers after some steps: of three chunks, or of one under DDP, which copies rank 0's."""
     torch.manual_seed(0)
     model = mlp(nn.BatchNorm1d(6)) if kind == "batch norm" else mlp()
@@ -190,7 +173,7 @@ def trained_with_buffers(kind: str, cached: bool) -> tuple[Gradients, Gradients]
         optimizer.zero_grad()
         loss_fn((cz.GradCache if cached else in_chunks)(wrapped, size)(x), y).backward()
         optimizer.step()
-    return [x.detach() for x in model.parameters()], list(model.buffers())
+    return [x.detach() for x in (*model.parameters(), *model.buffers())]
 
 
 @pytest.mark.parametrize("kind", ["spectral norm", "batch norm"])
@@ -198,9 +181,8 @@ def test_buffers_are_those_of_a_plain_training(kind: str, worlds: Worlds) -> Non
     found = [(trained_with_buffers(kind, True), trained_with_buffers(kind, False))]
     if kind == "spectral norm":  # BatchNorm has the statistics of a rank under DDP
         found += zip(*(worlds.run(2, trained_with_buffers, kind, cached) for cached in (True, False)), strict=True)
-    for cached, plain in found:
-        for x, y in zip(cached, plain, strict=True):
-            same(x, y)
+    for pair in found:
+        same(*pair)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -240,22 +222,16 @@ def test_batch_norm_gets_an_empty_batch(worlds: Worlds) -> None:
     close(fewer_chunks, 0.1 * mlp()[0](numbers(8, IN, seed=0)[:2]).mean(0).detach())
 
 
-class Answering(nn.Linear):
-    def __init__(self, answer: Callable[[Tensor], Any] = lambda z: z) -> None:
-        super().__init__(IN, D)
-        self.answer = answer
-
-    def forward(self, x: Tensor) -> Any:
-        return self.answer(super().forward(x))
-
-
-def test_a_batch_without_samples_anywhere_has_a_gradient_of_zero(worlds: Worlds) -> None:
+def test_no_samples_anywhere_have_a_gradient_of_zero_and_a_rank_may_encode_alone_without_gradients(
+    worlds: Worlds,
+) -> None:
     def job() -> bool:
         model = Answering(lambda z: {"z": z})
         z = cz.GradCache(model, 2)(torch.empty(0, IN))["z"]
         z.sum().backward()
         with torch.no_grad():
             assert z.shape == cz.GradCache(model, 2)(torch.empty(0, IN))["z"].shape == (0, D)
+            assert dist.get_rank() or cz.GradCache(model, 2)(torch.ones(5, IN))["z"].shape == (5, D)
         return not any(x.grad.any() for x in model.parameters())
 
     assert worlds.run(1, job) + worlds.run(2, job) == [True] * 3
@@ -274,11 +250,6 @@ def test_an_output_or_an_encoder_may_have_no_gradient() -> None:
     assert found["lengths"].tolist() == [IN] * 5
 
 
-def _odd() -> tuple[Tensor, Tensor]:
-    rank = dist.get_rank()
-    return numbers(2, IN, seed=0), numbers(2 + rank, IN, seed=0)
-
-
 def trained(answer: Callable[[Tensor], Any], wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
     """Train rank 1's encoder with such an answer; other ranks learn of it in the loss's handshake."""
     x = numbers(5, IN, seed=dist.get_rank(), dtype=torch.float32)
@@ -286,47 +257,59 @@ def trained(answer: Callable[[Tensor], Any], wrap: Callable[[nn.Module], nn.Modu
     cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature()))(z, labels(5)).backward()
 
 
-def of_rank_1(answer: Callable[[Tensor], Any]) -> Callable[[], None]:
-    return lambda: trained(answer if dist.get_rank() else lambda z: z)
+def nested(z: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([*z], layout=torch.jagged)
 
 
-def without_gradient(z: Tensor) -> Tensor:
-    with torch.no_grad():
-        return 2 * z
+def around_fsdp() -> Tensor:
+    encoder = mlp()
+    fully_shard(encoder[0])
+    return fully_shard(nn.Sequential(cz.GradCache(encoder, 2)))(torch.ones(4, IN).double())
 
 
-def other_arguments() -> tuple[Any, ...]:
-    return (torch.zeros(0, 7), "z") if dist.get_rank() == 0 else (torch.ones(3, 7),)
+def partitioned() -> nn.Module:
+    """As ZeRO 3 leaves a model."""
+    model = mlp()
+    model[0].weight.ds_id = 0
+    return model
+
+
+def read(lengths: tuple[int, ...] = LENGTHS, *, model: type[Reader] = Reader, tokens: int = 9, gap: int = 0) -> Tensor:
+    ids, mask = texts(lengths)
+    return cz.GradCache(model(), chunk_tokens=tokens)(ids, attention_mask=mask.roll(gap, 1))
 
 
 EMBEDDINGS = "rank 1: the encoder returns embeddings, dense tensors [n, …], got "
 UNTRAINED = "the encoder's output has no gradient … Remove detach() and no_grad() from its forward"
 BAD: dict[str, Callable[[], Any]] = {
-    f"{EMBEDDINGS}None": of_rank_1(lambda z: None),
-    f"{EMBEDDINGS}float32 []": of_rank_1(lambda z: {"z": z, "loss": z.sum()}),
-    f"{EMBEDDINGS}nested float32": of_rank_1(lambda z: torch.nested.nested_tensor([*z], layout=torch.jagged)),
-    f"{EMBEDDINGS}no output": of_rank_1(lambda z: ()),
+    f"{EMBEDDINGS}None": lambda: trained([torch.clone, lambda z: None][dist.get_rank()]),
+    f"{EMBEDDINGS}float32 []": lambda: trained([torch.clone, lambda z: {"z": z, "loss": z.sum()}][dist.get_rank()]),
+    f"{EMBEDDINGS}nested float32": lambda: trained([torch.clone, nested][dist.get_rank()]),
+    f"{EMBEDDINGS}no output": lambda: trained([torch.clone, lambda z: ()][dist.get_rank()]),
     f"{EMBEDDINGS[8:]}float32 [].": lambda: cz.GradCache(Answering(torch.sum), 5)(torch.ones(5, IN)),
     UNTRAINED: lambda: trained(torch.detach),
-    f"{UNTRAINED}, or": lambda: trained(without_gradient, DistributedDataParallel),
+    f"{UNTRAINED}, or": lambda: trained(torch.no_grad()(torch.neg), DistributedDataParallel),
     "rank 1: each input must be a dense tensor, got nested float32 [5, …]": lambda: cz.GradCache(Answering(), 2)(
-        torch.nested.nested_tensor([*torch.ones(5, IN)], layout=torch.jagged) if dist.get_rank() else torch.ones(5, IN)
+        [torch.clone, nested][dist.get_rank()](torch.ones(5, IN))
     ),
-    "a rank without samples has other arguments": lambda: cz.GradCache(mlp(), 2)(*other_arguments()),
+    "a rank without samples has other arguments": lambda: cz.GradCache(mlp(), 2)(
+        *[(torch.zeros(0, 7), "z"), (torch.ones(3, 7),)][dist.get_rank()]
+    ),
     "inputs carry a gradient": lambda: cz.GradCache(mlp(), 2)(
         numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)
     ),
-    "tensors have one number of rows, got [2, 3]": lambda: cz.GradCache(TwoTowers(), 2)(*_odd()),
+    "tensors have one number of rows, got [2, 3]": lambda: cz.GradCache(TwoTowers(), 2)(
+        torch.ones(2, IN), torch.ones(2 + dist.get_rank(), IN)
+    ),
     "got no tensor": lambda: cz.GradCache(mlp(), 2)(),
     "integers or bools [n, tokens], got None": lambda: cz.GradCache(Reader(), chunk_tokens=9)(texts()[0]),
-    "got one with gaps or on both sides": lambda: cz.GradCache(Reader(), chunk_tokens=9)(
-        texts()[0], attention_mask=texts()[1].roll(dist.get_rank(), 1)
-    ),
-    "one row for each of 1 samples, got float64 [7, 4]. Pass chunk_size": lambda: cz.GradCache(
-        AllTokens(), chunk_tokens=9
-    )(texts((7,))[0], attention_mask=texts((7,))[1]),
-    "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: cz.GradCache(Reader(), chunk_tokens=5)(
-        torch.zeros(2, 7, dtype=torch.long), attention_mask=texts((1, 5 + dist.get_rank()))[1]
+    "got one with gaps or on both sides": lambda: read(gap=dist.get_rank()),
+    "one row for each of 1 samples, got float64 [7, 4]. Pass chunk_size": lambda: read((7,), model=AllTokens),
+    "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: read((1, 5 + dist.get_rank()), tokens=5),
+    "Use stage 1 or 2": lambda: cz.GradCache(partitioned(), 2)(torch.ones(4, IN)),
+    "Call fully_shard on the encoder": around_fsdp,
+    "Answering owns the backward pass": lambda: cz.GradCache(later(Answering(), backward=torch.sum, step=torch.sum), 2)(
+        torch.ones(4, IN)
     ),
 }
 
@@ -334,13 +317,3 @@ BAD: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_refused_on_every_rank(words: str, worlds: Worlds) -> None:
     assert refused(worlds, 2, BAD[words], words).startswith("GradCache: ")
-
-
-def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
-    def job() -> int:
-        if dist.get_rank() == 1:
-            return 0
-        with torch.no_grad():
-            return len(cz.GradCache(mlp(), 2)(numbers(5, IN, seed=0)))
-
-    assert worlds.run(2, job) == [5, 0]

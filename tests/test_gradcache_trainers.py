@@ -1,15 +1,11 @@
-"""GradCache under each trainer: a training in chunks ends with the parameters of one process that holds all activations.
+"""GradCache under each trainer: a training in chunks ends with the parameters of one process that holds all activations."""
 
-DeepSpeed is not in every environment: its tests are skipped there.
-"""
-
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, as_torchrun, close, drawn, local_shard, numbers, refused, split
+from tests.helpers import EXACT, as_torchrun, close, drawn, local_shard, numbers, split
+from tests.test_gradcache import IN, D, in_chunks
 from tests.test_operators import Operators
 
 pytestmark = pytest.mark.trainers
 
-IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
+MIDDLE, CHUNK, STEPS = 6, 2, 3
 
 
 class LowRank(nn.Module):
@@ -42,10 +39,7 @@ class LowRank(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer with dropout, whose activations are recomputed, and a buffer that DDP sends before each forward pass.
-
-    It takes no empty batch, as many models of Hugging Face.
-    """
+    """A layer with dropout, activations that are recomputed, and a buffer that DDP sends. It takes no empty batch."""
 
     def __init__(self, layer: nn.Module, dropout: float, recomputed: bool) -> None:
         super().__init__()
@@ -72,7 +66,7 @@ class Options(NamedTuple):
         for seed in range(self.towers):
             torch.manual_seed(seed)
             blocks = [Block(self.layer(i, MIDDLE), self.dropout, self.recomputed) for i in (IN, MIDDLE)]
-            result.append(nn.Sequential(*blocks, nn.Linear(MIDDLE, OUT)).double())
+            result.append(nn.Sequential(*blocks, nn.Linear(MIDDLE, D)).double())
         return result
 
 
@@ -85,38 +79,21 @@ OPTIONS = {
 }
 
 
-def make_loss() -> nn.Module:
-    return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5)).double()
+def embed(encoders: Sequence[Any], queries: Tensor, keys: Tensor, negatives: Tensor) -> Sequence[Tensor]:
+    """Queries by the first encoder; keys and hard negatives by the last one. An encoder is called once."""
+    if len(encoders) == 1:
+        return encoders[0](torch.cat([queries, keys, negatives])).chunk(3)
+    return encoders[0](queries), *encoders[1](torch.cat([keys, negatives])).chunk(2)
 
 
 class Step(nn.Module):
-    """Queries by the first encoder; keys and hard negatives by the last one. An encoder is called once."""
-
-    def __init__(self, encoders: Iterable[nn.Module], loss_fn: nn.Module) -> None:
+    def __init__(self, encoders: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.encoders, self.loss_fn = nn.ModuleList(encoders), loss_fn
+        self.encoders = nn.ModuleList(encoders)
+        self.loss_fn = cz.DistributedLoss(cz.InfoNCE(temperature=cz.LearnableTemperature(0.5)).double())
 
-    def embed(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Sequence[Tensor]:
-        first, last = self.encoders[0], self.encoders[-1]
-        if first is last:
-            return first(torch.cat([queries, keys, negatives])).chunk(3)
-        return first(queries), *last(torch.cat([keys, negatives])).chunk(2)
-
-    def forward(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
-        return self.loss_fn(*self.embed(queries, keys, negatives))
-
-
-class Chunked(nn.Module):
-    """An encoder of chunks, whose activations are all held; ranks need not agree on the size of a chunk."""
-
-    size = CHUNK
-
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.model = encoder
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.model(chunk) for chunk in x.split(self.size)]) if len(x) else x.new_empty(0, OUT)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.loss_fn(*embed(self.encoders, *inputs))
 
 
 def batch(step: int, micro_step: int, n: int) -> list[Tensor]:
@@ -129,7 +106,8 @@ def optimizer_of(step: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
-    step = Step(map(Chunked, options.encoders()), make_loss())
+    """Hold all activations; ranks need not agree on the size of a chunk."""
+    step = Step(options.encoders())
     optimizer = optimizer_of(step)
     for index in range(STEPS):
         generators = [torch.manual_seed(10 * index + rank).get_state() for rank in range(len(shards))]
@@ -138,9 +116,8 @@ def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
             by_rank = [split(x, shards) for x in batch(index, micro_step, sum(shards))]
             for rank, state in enumerate(generators):
                 torch.set_rng_state(state)
-                for encoder in step.encoders:
-                    encoder.size = CHUNK + rank
-                embeddings.append(step.embed(*(x[rank] for x in by_rank)))
+                encoders = [in_chunks(x, CHUNK + rank) for x in step.encoders]
+                embeddings.append(embed(encoders, *(x[rank] for x in by_rank)))
                 generators[rank] = torch.get_rng_state()
             loss = step.loss_fn(*map(torch.cat, zip(*embeddings, strict=True)))
             (loss / options.accumulate).backward()
@@ -157,8 +134,7 @@ class Trainer:
 
     @staticmethod
     def cached(encoders: Iterable[nn.Module]) -> Step:
-        loss_fn = cz.DistributedLoss(make_loss())
-        return Step([cz.GradCache(x, CHUNK + dist.get_rank()) for x in encoders], loss_fn)
+        return Step(cz.GradCache(x, CHUNK + dist.get_rank()) for x in encoders)
 
     def backward(self, inputs: list[Tensor], share: float) -> None:
         (share * self.step(*inputs)).backward()
@@ -231,12 +207,10 @@ class Zero1(Trainer):
         import deepspeed
 
         deepspeed.ops.__compatible_ops__.clear()
-        deepspeed.utils.logger.setLevel(logging.ERROR)
         deepspeed.init_distributed("gloo")
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": options.accumulate,
-            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": self.stage},
             "zero_allow_untested_optimizer": True,
         }
@@ -262,8 +236,7 @@ def train(trainer: type[Trainer], options: Options, shards: Sequence[int]) -> li
         torch.manual_seed(10 * index + dist.get_rank())
         for micro_step in range(options.accumulate):
             inputs = [local_shard(x, shards) for x in batch(index, micro_step, sum(shards))]
-            is_last = micro_step == options.accumulate - 1
-            with nullcontext() if is_last else training.accumulating():
+            with training.accumulating() if micro_step + 1 < options.accumulate else nullcontext():
                 training.backward(inputs, 1 / options.accumulate)
         training.finish(optimizer)
     parameters = (x.full_tensor() if isinstance(x, DTensor) else x for x in training.step.parameters())
@@ -304,40 +277,3 @@ def test_gradients_are_reduced_as_often_as_with_one_chunk(trainer: type[Trainer]
     once, often = (worlds.run(2, reductions, trainer, chunks) for chunks in (1, 4))
     assert sum(once[0].values()) > 0
     assert often == once
-
-
-class Engine(nn.Linear):
-    """A model that owns the backward pass, as a DeepSpeed engine does."""
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        pass
-
-
-def around_fsdp() -> Tensor:
-    encoders = Options().encoders()
-    fully_shard(encoders[0][1])
-    step = Trainer.cached(encoders)
-    fully_shard(step, ignored_params=set(step.loss_fn.parameters()))
-    return step(*batch(0, 0, 4))
-
-
-def partitioned() -> nn.Module:
-    """As ZeRO 3 leaves a model."""
-    model = nn.Linear(IN, OUT)
-    model.weight.ds_id = 0
-    return model
-
-
-REFUSED: dict[str, Callable[[], Tensor]] = {
-    "Use stage 1 or 2": lambda: cz.GradCache(partitioned(), CHUNK)(torch.ones(4, IN)),
-    "Call fully_shard on the encoder": around_fsdp,
-    "Engine owns the backward pass": lambda: cz.GradCache(Engine(IN, OUT), CHUNK)(torch.ones(4, IN)),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_a_trainer_that_would_lose_gradients_of_chunks_is_refused(words: str, worlds: Worlds) -> None:
-    refused(worlds, 2, REFUSED[words], words)
