@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -126,21 +127,15 @@ def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed,
 SUMS = [cz.collectives.all_reduce, cz.collectives.reduce_scatter]
 
 
-def means_of_whole_numbers() -> list[Any]:
-    found: list[Any] = []
-    split = Shards((2, 0)[: dist.get_world_size()], dist.get_rank())
-    for run in SUMS:
-        named = {"shards": split} if run is cz.collectives.reduce_scatter else {}
-        for x in (torch.tensor([1, 0]), torch.tensor([True, False])):
-            try:
-                found.append(run(x, op="mean", **named))
-            except ValueError as error:
-                found.append(str(error))
-    return found
-
-
 def test_a_mean_of_integers_is_the_same_on_one_process_and_two(worlds: Worlds) -> None:
-    (alone,), (together, _) = (worlds.run(size, means_of_whole_numbers) for size in (1, 2))
+    def job() -> list[Any]:
+        shards = {"shards": Shards((2, 0)[: dist.get_world_size()], dist.get_rank())}
+        named = [shards if run is cz.collectives.reduce_scatter else {} for run in SUMS]
+        xs = torch.tensor([1, 0]), torch.tensor([True, False])
+        means = [partial(run, x, op="mean", **of) for run, of in zip(SUMS, named, strict=True) for x in xs]
+        return [error_message(mean) or mean() for mean in means]
+
+    (alone,), (together, _) = (worlds.run(size, job) for size in (1, 2))
     assert all(isinstance(x, str) or x.is_floating_point() for x in alone)
     assert all(x == y if isinstance(x, str) else torch.equal(x, y) for x, y in zip(together, alone, strict=True))
 

@@ -48,7 +48,6 @@ CASES = {
     "ArcFace": Case(lambda: cz.ArcFace(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5"),
     "sharded": Case(lambda: cz.ArcFace(C, D, shard_over=cz.World.of()), [Z[0], LABELS], BELOW, CLASSES + "-1"),
     "ProxyAnchor": Case(lambda: cz.ProxyAnchor(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),
-    "LargeMarginSoftmax": Case(lambda: cz.LargeMarginSoftmax(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),
     "Margin": Case(lambda: cz.Margin(num_classes=C), [Z[0], LABELS], BEYOND, "labels are 0 … 4, got 0 … 5.", True),
     "prefixes": Case(
         lambda: cz.Matryoshka(cz.Margin(num_classes=C), (2, 3)), [Z[0], LABELS], BEYOND, "got 0 … 5.", True

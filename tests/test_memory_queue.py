@@ -102,14 +102,11 @@ PEERS = [
     ("TripletMarginLoss", {"margin": 0.3}, "", None),
     ("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner", None),
     ("MultiSimilarityLoss", {}, "MultiSimilarityMiner", None),
-    ("SupConLoss", {"temperature": 0.3}, "", None),
     ("NTXentLoss", {"temperature": 0.3}, "", None),
-    ("CircleLoss", {"gamma": 8}, "", None),
     ("SupConLoss", {"temperature": 0.3}, "", lambda: cz.SupCon(temperature=0.3)),
     ("ContrastiveLoss", {"neg_margin": 1.2}, "", lambda: cz.Contrastive(neg_margin=1.2)),
     ("MultiSimilarityLoss", {}, "", cz.MultiSimilarity),
     ("NTXentLoss", {"temperature": 0.3}, "", lambda: cz.SINCERE(temperature=0.3, average="pairs")),
-    ("TupletMarginLoss", {"scale": 8}, "", lambda: cz.TupletMargin(temperature=1 / 8)),
 ]
 """A loss of theirs, its settings and its miner; and the loss of ours that equals it, None for the same loss."""
 
