@@ -119,12 +119,17 @@ dense_pairwise = partial(dense_max_sim, hardest=True)
 
 
 def tokens_of(q: Tensor, d: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """Tokens made of embeddings without rounding: 3 of a query, 4 of a document, 2 of a negative; some are not valid."""
+    """Tokens made of embeddings without rounding: 3 of a query, 4 of a document, 2 of a negative; some are not valid.
+
+    Queries are padded by a large token on ranks that have an odd number of them.
+    """
     queries = torch.stack([q, q.flip(1), -q.roll(1, 1)], 1)
     documents = torch.stack([d, -d.flip(1), d.roll(1, 1), -d], 1)
     query_mask = torch.stack([q[:, 0] > -torch.inf, q[:, 0] > 0, q[:, -1] > 0], 1)
     document_mask = torch.stack([d[:, 0] > 0, d[:, -1] > 0, d[:, 0] > -torch.inf, d[:, 0] < 0], 1).long()
     negatives = [(torch.stack([x, -x], 1), torch.stack([x[:, 0] > -torch.inf, x[:, 0] > 0], 1)) for x in more]
+    queries = F.pad(queries, (0, 0, 0, len(q) % 2), value=100.0)
+    query_mask = F.pad(query_mask, (0, len(q) % 2))
     return queries, documents, query_mask, document_mask, *(x for of_view in negatives for x in of_view)
 
 
