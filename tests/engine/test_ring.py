@@ -1,4 +1,4 @@
-"""A ring: the loss of one process, without all candidates on any rank; 16-bit embeddings are sent in 16 bits."""
+"""A ring: what is refused, and its precision; tests/test_contract.py has its results, tests/test_explain.py its bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,58 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import exchange, rowwise
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import error_message, local_shard, numbers
+from tests.helpers import drawn, error_message, local_shard, numbers
 from tests.losses import zoo_softmax
-from tests.random_steps.losses import LOSSES
-from tests.random_steps.rank import limits, play
+from tests.random_steps.rank import limits
+from tests.random_steps.test_random_steps import SHARED
 from tests.zoo import ZOO, Entry
-
-GENERAL_PATH = {
-    "contrastive_zoo.engine.plan:SMALL_BATCH": -1,
-    "contrastive_zoo.engine.plan:SMALL_MATRIX": -1,
-}
-
-
-def rows_sent(name: str, shards: Sequence[int]) -> tuple[dict[int, int], int]:
-    sent: dict[int, int] = {}
-    gathered = 0
-
-    class Counted(exchange.SendReceive):
-        def __init__(self, rows: Tensor, to: int, *rest: Any) -> None:
-            sent[to] = sent.get(to, 0) + len(rows) * rows.is_floating_point()
-            super().__init__(rows, to, *rest)
-
-    def gather(rows: Tensor, *rest: Any) -> Tensor:
-        nonlocal gathered
-        gathered += len(rows) * (rows.ndim > 1)
-        return GATHER(rows, *rest)
-
-    counting = patch.object(exchange, "SendReceive", Counted), patch.object(rowwise, "gather_rows", gather)
-    with counting[0], counting[1]:
-        program = [("set_option", {"ring": True}), ("step", {"batches": [shards], "how": "no_grad"})]
-        play(name, GENERAL_PATH, program)
-    return sent, gathered
-
-
-GATHER = rowwise.gather_rows
-
-
-@pytest.mark.parametrize("name", ["SigLIP", "Clip"])
-def test_each_row_is_sent_once_to_each_rank(name: str, worlds: Worlds) -> None:
-    shards = (3, 1, 2, 4)
-    for rank, (sent, gathered) in enumerate(worlds.run(4, rows_sent, name, shards)):
-        assert sent == {other: shards[rank] for other in range(4) if other != rank}
-        assert gathered == 0
-
-
-@pytest.mark.parametrize("name", ["NTXent", "SupCon"])
-def test_one_tower_sends_rows_to_half_of_the_ranks(name: str, worlds: Worlds) -> None:
-    shards = (3, 1, 2, 4, 1)
-    factor = 2 if LOSSES[name].call == "views" else 1  # both views of a sample are sent
-    for rank, (sent, _) in enumerate(worlds.run(5, rows_sent, name, shards)):
-        assert sent == {(rank - step) % 5: factor * shards[rank] for step in (1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +47,7 @@ def errors_of_rows() -> list[str | None]:
     z, ids = torch.eye(2) + dist.get_rank(), torch.arange(2)
     sup_con, mnrl = (cz.DistributedLoss(loss, ring=True) for loss in (cz.SupCon(), cz.MNRL()))
     differing = cz.DistributedLoss(cz.SigLIP(), ring=dist.get_rank() == 0)
-    with limits(GENERAL_PATH):
+    with limits(SHARED):
         return [
             error_message(lambda: sup_con(z, mask=torch.ones(2, 4))),
             error_message(lambda: mnrl(z, z, document_ids=ids)),
@@ -125,14 +78,19 @@ def gradients(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
     return torch.cat(torch.autograd.grad(loss(*leaves), [x for x in leaves if x.requires_grad]), 1).double()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("NTXent", torch.bfloat16), ("SigLIP", torch.float16)], ids=str)
-def test_16_bit_rows_are_summed_in_32(name: str, dtype: torch.dtype, worlds: Worlds) -> None:
+SHORT = ["NTXent", "NTXent, three views", "SupCon", "Clip", "SigLIP"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "ring"), drawn(SHORT, [torch.bfloat16, torch.float16], [True, False], one_in=2), ids=str
+)
+def test_16_bit_rows_are_summed_in_32(name: str, dtype: torch.dtype, ring: bool, worlds: Worlds) -> None:
     """tests/test_explain.py counts the bytes that a ring sends of them."""
     entry = next(x for x in (*ZOO, *zoo_softmax.ENTRIES) if x.name == name)
 
     def job() -> Tensor:
-        loss = cz.DistributedLoss(entry.make(temperature=0.1), grad_reduction="sum", ring=True)
-        with limits(GENERAL_PATH), warnings.catch_warnings():
+        loss = cz.DistributedLoss(entry.make(temperature=0.1), grad_reduction="sum", ring=ring)
+        with limits(SHARED), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return gradients(loss, [local_shard(x, SHARDS) for x in batch(entry, dtype)])
 

@@ -14,21 +14,12 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block, hinges, implementation, masked, pairwise, tiling
 from contrastive_zoo.engine.anchor_block import (
-    AnchorBlock,
     class_numbers,
     class_numbers_as_floats,
     only_positives,
 )
-from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.plan import Plan
-from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.world import Shards
-from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariants import CONTRACT
-from contrastive_zoo.testing.measurement import Case, Trial
-from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, drawn, numbers
+from tests.helpers import close, numbers
 
 Pass = Callable[..., Tensor]
 
@@ -118,46 +109,6 @@ def test_near_points_have_their_distance(monkeypatch: pytest.MonkeyPatch) -> Non
     assert error() < 1e-12
     monkeypatch.setattr(pairwise, "_NEAR", 0)
     assert error() > 1e-10
-
-
-@pytest.mark.parametrize("function", [*OF_ROWS.values(), masked.masked_log_sum_exp, masked.masked_max])
-def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: Pass) -> None:
-    a, b = numbers(3, 2, seed=0).requires_grad_(), numbers(2, 2, seed=1)
-    mask = torch.ones(3, 2, dtype=torch.bool)
-
-    def of(a: Tensor) -> Tensor:
-        return function(a, b if function in OF_ROWS.values() else mask).square().sum()
-
-    (once,) = torch.autograd.grad(of(a), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        once.sum().backward()
-    with cz.engine.plain_formulas():
-        assert torch.autograd.gradgradcheck(of, a)
-
-
-HARD = {
-    metric: lambda metric=metric: cz.Triplet(mining="hard", margin=0.5, metric=metric)
-    for metric in ("distance", "squared distance", "similarity")
-}
-
-
-@pytest.mark.parametrize(("metric", "rows_are"), drawn(HARD, ["gaussian", "duplicates"], one_in=2))
-def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: Any, worlds: Worlds) -> None:
-    """The batch is so large that the hardest pairs are few, unlike in the other tests."""
-    batch = GlobalBatch((9, 0, 15), d=2, kind=rows_are, seed=3)
-    trial = Trial(Case(lambda: cz.DistributedLoss(HARD[metric]())), batch, worlds)
-    for invariant in CONTRACT:
-        invariant(trial)
-
-
-def test_the_hardest_pairs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The invariant above sees them so: nothing but them comes back."""
-    gradients: list[bool] = []
-    pairs = pairwise._sparse_entries
-    monkeypatch.setattr(pairwise, "_sparse_entries", lambda *of: (gradients.append(of[0].is_sparse), pairs(*of))[1])
-    for make in HARD.values():
-        make()(numbers(24, 2, seed=0).requires_grad_(), torch.arange(24) % 8)
-    assert gradients == [True] * 3
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
@@ -253,22 +204,6 @@ def held_rows(value: Tensor) -> list[Tensor]:
         flat = [y for x in inside for y in (x if isinstance(x, (list, tuple)) else [x])]
         found += [x for x in flat if isinstance(x, Tensor) and x.numel() >= 64 * 8]
     return found
-
-
-@pytest.mark.parametrize(("terms", "passes"), [(1, 1), (2, 2)])
-def test_no_block_is_computed_again_where_weights_are_known(terms: int, passes: int) -> None:
-    """The gradient of one mean is taken in the forward pass; those of several means wait for their counts."""
-    computed: list[int] = []
-
-    def of_terms(block: AnchorBlock) -> tuple[Tensor, Tensor]:
-        computed.append(len(block.anchors))
-        losses = (block.anchors @ block.candidates.T).exp().sum(1)
-        return torch.stack([losses] * terms, 1), torch.ones(len(losses), terms)
-
-    loss, z = BlockLoss(of_terms, terms=terms), numbers(6, 3, seed=0).requires_grad_()
-    batch = Batch({"z": z}, {"z": Shards((6,))}, plan=Plan(arithmetic="blocks"))
-    reduce_rows(batch, loss, z, torch.arange(6)).backward()
-    assert computed == [6] * passes
 
 
 IDS = st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**60, 2**60 + 1, 2**63 - 1]), max_size=12)

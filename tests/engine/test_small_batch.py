@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan, small_batch
 from contrastive_zoo.engine.precision import MIN_NORM
-from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.ranks import devices
-from tests.helpers import EVERY_CASE, called, close, distance, numbers
+from tests.helpers import EVERY_CASE, called, close, drawn, numbers
 from tests.test_operators import dense_siglip, dense_softmaxes
 
 GPU = torch.cuda.is_available()
@@ -86,7 +84,7 @@ dense: dict[str, Callable[..., Tensor]] = {
     temperature=st.sampled_from([10.0, 0.5, 0.03, 1 / 40, 0.02, 1 / 400, 0.0005]),
     reduction=st.sampled_from(["mean", "sum", "none"]),
 )
-@settings(max_examples=25)
+@settings(max_examples=4 * settings().max_examples)
 def test_all_paths_agree(name: str, where: str, rows: str, n: int, temperature: float, reduction: str) -> None:
     """Down to and below the temperature at which one exponential no longer holds a logit."""
     assume(n == 7 or rows != "with a tiny one")  # gradients of 1e12 times nothing would be compared
@@ -115,16 +113,10 @@ def test_the_small_batch_path_is_taken(name: str, monkeypatch: pytest.MonkeyPatc
 def test_float32_is_finite_at_any_temperature(name: str, where: str) -> None:
     """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential serves, below it does not."""
     near = [x / 40 for x in (1.0, 1 - 1e-6, 0.6, 0.2, 0.101)]
-    for rows, t in itertools.product(ROWS, [*near, 1e-4, 1e4]):
+    for rows, t in itertools.product(ROWS, [*near, 1e-4, 1e4] if EVERY_CASE else [1 / 40, 0.2 / 40, 1e-4, 1e4]):
         with path(where):
             found = outcome(LOSSES[name], rows_of(rows, 7, torch.float32), t)
             assert all(x.isfinite().all() for x in found), (rows, t)
-            if name != "SigLIP" and t in near and rows in ("gaussian", "with a zero", "all alike"):
-                exact = outcome(LOSSES[name], rows_of(rows, 7), t)
-                plain = outcome(dense[name], rows_of(rows, 7, torch.float32), t)
-                for x, y, z in zip(found[:3], plain[:3], exact[:3], strict=True):
-                    # a logit of 1/t is rounded by up to 2⁻²⁴ / t, which is the relative error of its exponential
-                    assert distance(x, z) <= 1.5 * distance(y, z) + 2.0**-23 / t, (rows, t)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -132,8 +124,8 @@ def test_float32_is_finite_at_any_temperature(name: str, where: str) -> None:
 def test_other_precisions_are_as_near_to_float64_as_the_dense_formula(name: str, dtype: torch.dtype) -> None:
     """The temperature's gradient is a small difference of large sums in the dense formula of 16 bits, too."""
     rounding = {torch.float32: 10 * 2.0**-23, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}[dtype]
-    temperatures = [0.005, 0.01, 0.07, 10.0] if EVERY_CASE else [0.01, 10.0]
-    for where, kind, t in itertools.product(["CPU", "accelerator"], ["gaussian", "duplicates"], temperatures):
+    temperatures = [0.005, 0.01, 1 / 40, 0.07, 10.0] if EVERY_CASE else [0.01, 1 / 40, 10.0]
+    for where, kind, t in drawn(["CPU", "accelerator"], ["gaussian", "duplicates"], temperatures, one_in=2):
         rows = rows_of(kind, 24, dtype, "cuda" if GPU and where == "accelerator" else "cpu")
         exact, plain = (outcome(dense[name], x, t) for x in ([x.double() for x in rows], rows))
         with path(where):
@@ -178,19 +170,3 @@ def test_16_bits_under_autocast_are_multiplied_in_32() -> None:
     assert found.dtype == torch.float32
     unit = [torch.nn.functional.normalize(x.double(), dim=1) for x in (a, b)]
     close(found.double(), cz.NTXent(normalize=False)(*unit), 1e-6)
-
-
-@pytest.mark.parametrize("where", ["CPU", "accelerator"])
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, where: str, monkeypatch) -> None:
-    own, rows, batch = slice(5, 11), rows_of("gaussian", 24), CallInputs.batch
-    with path(where):
-        expected = outcome(LOSSES[name], rows, 0.07)
-        monkeypatch.setattr(CallInputs, "batch", lambda *x: replace(batch(*x), local_slice=own))
-        value, *gradients = outcome(LOSSES[name], rows, 0.07)
-    close(value, expected[0])
-    for x, y in zip(gradients[:2], expected[1:3], strict=True):
-        close(x[own], y[own])
-        assert x.count_nonzero() == x[own].numel()
-    for x, y in zip(gradients[2:], expected[3:], strict=True):
-        close(x, y)

@@ -1,212 +1,89 @@
 """Log-sum-exps in tiles equal the dense ones: on any number of ranks, in either arithmetic, cached or recomputed."""
 
 import itertools
+import math
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine import exchange, softmax, tiling
+import contrastive_zoo as cz
+from contrastive_zoo.engine import exchange, plan, softmax, tiling
 from contrastive_zoo.engine.exchange import RankBlock
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
-from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
+from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
-from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, local_shard, numbers
+from tests.helpers import close, drawn, numbers
+from tests.random_steps.losses import LOSSES, can_ring
+from tests.random_steps.rank import play
+from tests.random_steps.test_random_steps import SHARED
 
-SPLITS = [(9,), (5, 4), (7, 2), (9, 0), (3, 4, 2), (0, 9, 0), (2, 3, 1, 3), (0, 4, 0, 5), (2, 1, 3, 1, 2)]
-COLUMNS = {1: (11,), 2: (3, 8), 3: (0, 6, 5), 4: (5, 0, 4, 2), 5: (2, 2, 3, 4, 0)}
-D = 5
-
-
-@dataclass(frozen=True)
-class Options:
-    ring: bool = False
-    tile_bytes: int = 2**21
-    keep: int = 0
-    scale: float = 3.0
-    unit_norm: bool = False
-    dtype: torch.dtype | None = None
-    partner_offsets: tuple[int, ...] = ()
-    excludes: bool = False
-
-    def excluded(self, n: int) -> Tensor | None:
-        """With one tower the row that each row's sum also leaves out: the first leaves out the last, and so on inwards."""
-        return torch.arange(n).flip(0) if self.excludes else None
-
-    @property
-    def nonzero_offsets(self) -> list[int]:
-        return [step for step in self.partner_offsets if step]
-
-    def rows(self, n: int, seed: int) -> Tensor:
-        z = numbers(n, D, seed=seed)
-        z = z if self.dtype is None else z.to(self.dtype).double()
-        return torch.nn.functional.normalize(z, dim=1) if self.unit_norm else z
-
-    def factors(self, n: int, seed: int, sizes: tuple[int, ...]) -> Tensor | None:
-        if self.dtype is None:
-            return None
-        return local_shard(numbers(n, D, seed=seed).to(self.dtype), sizes)
+SHARDS = {
+    2: [(5, 4), (9, 0), (5, 5)],
+    3: [(3, 4, 2), (0, 9, 0), (3, 3, 3)],
+    5: [(2, 1, 3, 1, 2), (0, 4, 0, 5, 1), (2,) * 5],
+}
+SWEPT = ("NTXent", "NTXent, three views", "NTXent, learnt", "Clip", "SupCon", "InfoNCE with negatives", "SINCERE",
+         "MultiPositive, symmetric", "MNRL, symmetric", "SigLIP, learnt")  # fmt: skip
+"""Losses whose sums go in tiles: of one tower, of two, with several partners, pairs that are left out, learnt scales."""
 
 
-OPTIONS = [
-    Options(),
-    Options(tile_bytes=64),
-    Options(tile_bytes=64, keep=2**20),
-    Options(ring=True),
-    Options(ring=True, tile_bytes=64, keep=2**20),
-    Options(scale=900.0),  # beyond what one shift can hold: a maximum for each row and column
-    Options(scale=900.0, tile_bytes=64),
-    Options(scale=900.0, ring=True, keep=2**20),
-    Options(scale=700.0, unit_norm=True, tile_bytes=64),  # shifted, with u > 0
-    Options(excludes=True),
-    Options(excludes=True, tile_bytes=64, ring=True),
-    Options(excludes=True, scale=900.0, tile_bytes=64, keep=2**20),
-    Options(excludes=True, scale=900.0, partner_offsets=(1,), ring=True),
-    Options(partner_offsets=(1, 0)),
-    Options(partner_offsets=(4, 1), tile_bytes=64),
-    Options(scale=900.0, partner_offsets=(0, 2, 3), tile_bytes=64, keep=2**20),
-    # rows that came in 16 bits
-    Options(dtype=torch.bfloat16, partner_offsets=(0, 1)),
-    Options(dtype=torch.float16, partner_offsets=(2, 1), tile_bytes=64, keep=2**20),
-    Options(dtype=torch.bfloat16, partner_offsets=(0, 3), tile_bytes=64, ring=True),
-    Options(dtype=torch.bfloat16, unit_norm=True, partner_offsets=(0, 1), tile_bytes=64),
-    Options(dtype=torch.float16, unit_norm=True, scale=900.0, partner_offsets=(2, 1), tile_bytes=64),
-    Options(dtype=torch.bfloat16, unit_norm=True, partner_offsets=(1,), tile_bytes=64, ring=True, keep=2**20),
-]
+def program(world_size: int, name: str, budget: int | None, ring: bool) -> list[Any]:
+    """Steps; then at a temperature that one shift cannot hold, or of norms that are not known; then of 16 bits."""
+    steps: list[Any] = [("step", {"batches": [sizes]}) for sizes in SHARDS[world_size]]
+    options: list[Any] = [("set_budget", {"size": budget}), ("set_option", {"ring": ring and can_ring(name)})]
+    value = {"temperature": 0.001, "normalize": False}.get((LOSSES[name].setting or ("",))[0])
+    other: list[Any] = [] if value is None else [("set_setting", {"value": value})]
+    return [*options, *steps, *other, *steps, ("set_precision", {"precision": "autocast"}), *steps]
 
 
-def weighed(positives: Iterable[Tensor]) -> Tensor:
-    """Σ w·P of one rank."""
-    return sum(((numbers(len(p), seed=5) * p).sum() for p in positives), torch.zeros(()))
+def by_backend(shards: Shards, world: World) -> bool:
+    """As NCCL sums rows of even shards; gloo's reduce-scatter stands in for it."""
+    return len(set(shards.sizes)) == 1
 
 
-def finite(x: Tensor) -> Tensor:
-    """Σ x without the log-sum-exps of nothing."""
-    return x.where(x.abs() != torch.inf, 0).sum()
+SCATTERS = {f"contrastive_zoo.{module}:scatters_sums": by_backend for module in ("ranks.transport", "engine.exchange")}
 
 
-def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
-    """Σ w·R + Σ v·C + Σ w·P of one process, and its gradients by rows, columns and scale."""
-    n, m = sum(sizes), sum(columns)
+@pytest.mark.parametrize(
+    ("name", "world_size", "budget", "ring", "scatters"),
+    drawn(SWEPT, SHARDS, [0, None], [False, True], [False, True], one_in=4),
+    ids=str,
+)
+def test_sums_in_tiles_are_those_of_one_process(
+    name: str, world_size: int, budget: int | None, ring: bool, scatters: bool, worlds: Worlds
+) -> None:
+    def job() -> int:
+        with patch.object(transport, "reduce_scatter_single", wraps=transport.reduce_scatter_single) as calls:
+            play(name, SHARED | (SCATTERS if scatters else {}), program(world_size, name, budget, ring))
+        return calls.call_count
 
-    def diagonals(s: Tensor, columns: tuple[int, ...], steps: Sequence[int]) -> list[list[Tensor]]:
-        ranks = [(Shards(sizes, rank).local, Shards(columns, rank).local) for rank in range(len(sizes))]
-        return [[s[i, j].diagonal(step) for step in steps] for i, j in ranks]
-
-    def left_out(*partners: Any) -> Tensor:
-        mask = torch.zeros(n, m, dtype=torch.bool)
-        for entries in itertools.chain(*diagonals(mask, *partners)):
-            entries.fill_(True)
-        return mask
-
-    a, b = (options.rows(count, seed).requires_grad_() for seed, count in ((1, n), (2, m)))
-    scale = torch.tensor(options.scale).double().requires_grad_()
-    w, v = numbers(n, seed=3), numbers(m, seed=4)
-    if kind == "one tower":
-        s, m, partners = scale * a @ a.T, n, (sizes, options.nonzero_offsets)
-        mask = left_out(*partners)
-        if options.excludes:
-            mask |= torch.eye(n).bool().flip(0)
-        r = s.masked_fill(torch.eye(n).bool() | mask | mask.T, -torch.inf).logsumexp(1)
-        value = finite(w * r) + sum(map(weighed, diagonals(s, *partners)))
-        return [value.detach(), *torch.autograd.grad(value, (a, scale))]
-    s, partners = scale * a @ b.T, (columns, options.partner_offsets)
-    others = s.masked_fill(left_out(*partners), -torch.inf)
-    value = finite(w * others.logsumexp(1)) + sum(map(weighed, diagonals(s, *partners)))
-    if kind == "two towers":
-        value = value + finite(v * others.logsumexp(0))
-    return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
+    gathers_all = not name.startswith(("NTXent", "SupCon")) and not (ring and can_ring(name))
+    assert {calls > 0 for calls in worlds.run(world_size, job)} == {scatters and gathers_all}
 
 
-def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
-    """This rank's share of the value, its rows' gradients, and its share of the scale's."""
-    world = Session.of(World.of(), ring=options.ring)
-    rank = world.rank
-    a = local_shard(options.rows(sum(sizes), 1), sizes).requires_grad_()
-    b = local_shard(options.rows(sum(columns), 2), columns).requires_grad_()
-    w, v = local_shard(numbers(sum(sizes), seed=3), sizes), local_shard(numbers(sum(columns), seed=4), columns)
-    scale = torch.tensor(options.scale, dtype=torch.float64, requires_grad=True)
-    rows, cols = Shards(sizes, rank), Shards(columns, rank)
-    settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "world": world, "arithmetic": "tiles"}
-    of_rows, of_columns = options.factors(sum(sizes), 1, sizes), options.factors(sum(columns), 2, columns)
-    with patch.object(tiling, "TILE_BYTES", options.tile_bytes), tiling.memory_budget(options.keep):
-        if kind == "one tower":
-            excluded = options.excluded(sum(sizes))
-            excluded = None if excluded is None else local_shard(excluded, sizes)
-            r, _, p = softmax.log_sum_exps(
-                a, factors=None if of_rows is None else [of_rows], partners=Partners(options.nonzero_offsets),
-                excluded=excluded, row_shards=rows, **settings,
-            )  # fmt: skip
-            value = finite(w * r) + weighed(p)
-            return [value.detach(), *torch.autograd.grad(value, (a, scale))]
-        r, c, p = softmax.log_sum_exps(
-            a, b, factors=None if of_rows is None or of_columns is None else (of_rows, of_columns),
-            row_shards=rows, column_shards=cols, columnwise=kind == "two towers",
-            partners=Partners(options.partner_offsets), **settings,
-        )  # fmt: skip
-        value = finite(w * r) + (0 if c is None else finite(v * c)) + weighed(p)
-        return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
+@pytest.mark.parametrize("t", [0.5, 0.001])
+def test_a_learnt_temperature_that_one_shift_cannot_hold(t: float) -> None:
+    def outcome() -> list[Tensor]:
+        loss = cz.NTXent(temperature=cz.LearnableTemperature(t, max_scale=math.inf)).double()
+        value = loss(*(numbers(9, 4, seed=seed) for seed in (1, 2)))
+        return [value.detach(), *torch.autograd.grad(value, [*loss.parameters()])]
 
-
-def together(found: list[list[Tensor]]) -> list[Tensor]:
-    """Values and scales' gradients add up, rows stand in rank order."""
-    parts = list(zip(*found, strict=True))
-    return [sum(parts[0]), *(torch.cat(part) for part in parts[1:-1]), sum(parts[-1])]
+    with cz.engine.plain_formulas():
+        expected = outcome()
+    with patch.object(tiling, "TILE_BYTES", 64), patch.object(plan, "SMALL_MATRIX", -1):
+        for x, y in zip(outcome(), expected, strict=True):
+            close(x, y)
 
 
 def alone(n: int) -> dict[str, Any]:
     """Return what is known of so many rows on one process."""
     return {"row_shards": Shards((n,)), "world": World(), "arithmetic": "tiles"}
-
-
-KINDS = ("one tower", "two towers", "rows alone")
-
-
-@pytest.mark.parametrize("sizes", SPLITS, ids=str)
-def test_it_is_the_dense_log_sum_exp(sizes: tuple[int, ...], worlds: Worlds) -> None:
-    columns = COLUMNS[len(sizes)]
-    half = slice(None) if EVERY_CASE else slice(SPLITS.index(sizes) % 2, None, 2)
-    every = list(itertools.product(OPTIONS, KINDS))[half]
-    found = worlds.run(len(sizes), lambda: [job(options, kind, sizes, columns) for options, kind in every])
-    for (options, kind), of_ranks in zip(every, zip(*found, strict=True), strict=True):
-        expected = dense(options, kind, sizes, columns)
-        for x, y in zip(together(list(of_ranks)), expected, strict=True):
-            close(x, y)
-
-
-@pytest.mark.parametrize("sizes", [(5, 5), (3, 3, 3), (1, 1), (4, 5)], ids=str)
-def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: Worlds) -> None:
-    """As NCCL does of even shards; here gloo's reduce-scatter stands in for it."""
-    every = list(itertools.product(OPTIONS[:3], KINDS))
-
-    def evenly(shards: Shards, world: World) -> bool:
-        return len(set(shards.sizes)) == 1
-
-    def jobs() -> list[list[Tensor]]:
-        with pytest.MonkeyPatch.context() as patching:
-            for module in (transport, exchange):
-                patching.setattr(module, "scatters_sums", evenly)
-            calls = Mock(side_effect=transport.reduce_scatter_single)
-            patching.setattr(transport, "reduce_scatter_single", calls)
-            results = [job(options, kind, sizes, sizes) for options, kind in every]
-            return [*results, [torch.tensor(calls.call_count)]]
-
-    *found, calls = zip(*worlds.run(len(sizes), jobs), strict=True)
-    for (options, kind), of_ranks in zip(every, found, strict=True):
-        for x, y in zip(together(list(of_ranks)), dense(options, kind, sizes, sizes), strict=True):
-            close(x, y)
-    two_towers = 2 * len(OPTIONS[:3])
-    least = two_towers if len(set(sizes)) == 1 else 0
-    assert all(int(x) >= least and bool(x) == bool(least) for (x,) in calls)
 
 
 def test_each_pair_of_ranks_is_computed_once_and_the_load_is_even() -> None:
@@ -327,25 +204,6 @@ def test_losses_that_wait_for_their_backward_passes_share_the_budget(monkeypatch
         assert keeps(third)
         del third  # its backward pass never comes
         assert keeps(forward())
-
-
-def test_the_backward_pass_gathers_nothing_again(worlds: Worlds) -> None:
-    def of_pass(make: Any) -> tuple[Any, int]:
-        with Messages() as messages:
-            found = make()
-        return found, len(messages.sent)
-
-    def job() -> tuple[int, int]:
-        world = World.of()
-        a, b = (numbers(4, 3, seed=seed + world.rank).requires_grad_() for seed in (0, 2))
-        step: Any = {"row_shards": Shards((4, 4), world.rank), "world": world, "arithmetic": "tiles"}
-        (r, _, _), forward = of_pass(
-            lambda: softmax.log_sum_exps(a, b, scale=1.0, columnwise=False, unit_norm=True, **step)
-        )
-        return forward, of_pass(lambda: r.sum().backward())[1]
-
-    for forward, backward in worlds.run(2, job):
-        assert (forward, backward) == (1, 2)  # columns; a header and their gradients
 
 
 def test_the_budget_is_a_number_of_bytes() -> None:

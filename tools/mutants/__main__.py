@@ -29,7 +29,8 @@ from tools.mutants.changes import PACKAGE, Mutant, Name, modules, mutants_of, mu
 
 TESTS = {
     "engine": "engine losses kernels/test_implementation.py test_precision.py test_accelerator.py "
-    "test_accelerated_ranks.py test_solved_batches.py test_bad_input.py adapters/test_native.py test_monitor.py",
+    "test_accelerated_ranks.py test_solved_batches.py test_bad_input.py adapters/test_native.py test_monitor.py "
+    "test_contract.py test_explain.py",
     "ranks": "test_collectives.py test_handshake.py test_averaging.py test_late_checks.py test_failed_calls.py "
     "test_faults.py test_distributed.py engine",
     "wrapper": "test_distributed.py losses/test_signatures.py test_state.py test_late_checks.py test_bad_input.py "
