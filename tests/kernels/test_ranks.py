@@ -4,14 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from contrastive_zoo.testing.auditing.launch import environment, local_store
 
 pytestmark = pytest.mark.kernels
 
@@ -24,27 +21,14 @@ EVERY = bool(os.environ.get("ALL_DTYPES"))
 
 
 def results(ranks: int, *arguments: str) -> list[dict[str, Any]]:
-    store = local_store()
-    shared = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = Path(__file__).with_name("ranks.py")
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     if not torch.cuda.is_available():
-        shared["TRITON_INTERPRET"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for rank in range(ranks):
-            with Path(folder, str(rank)).open("w") as errors:
-                variables = shared | environment(rank, ranks, store.port)
-                command = [sys.executable, str(Path(__file__).with_name("ranks.py")), *arguments]
-                started.append(
-                    subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True)
-                )
-        try:
-            printed = [process.communicate(timeout=600)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        texts = [Path(folder, str(rank)).read_text()[-3000:] for rank in range(ranks)]
-    assert not any(process.returncode for process in started), texts
-    return json.loads(printed[0])
+        variables["TRITON_INTERPRET"] = "1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run = subprocess.run([*torchrun, program, *arguments], env=variables, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
 
 
 def worst(case: dict[str, Any]) -> float:
