@@ -1,6 +1,7 @@
-"""Every loss of the tables is its definition in plain torch, on one process: by every path, of random and of odd batches."""
+"""Every loss of the tables is its definition in plain torch on one process, by every path, and twice differentiated."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -8,16 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.batch import GlobalBatch, global_batches
-from tests.helpers import TEMPERATURES, assert_same, close, numbers
+from tests.helpers import EVERY_CASE, TEMPERATURES, assert_same, close, drawn, numbers
 from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry
 
@@ -50,31 +50,41 @@ def rows_of(entry: Entry, batch: GlobalBatch) -> list[Tensor]:
     return rows if entry.call == "views" else [*rows, batch.classes()]
 
 
-SAMPLES = [
-    *((ODD[0], path) for path in PATHS),
-    (ODD[1], "engine"),
-    (ODD[2], "low blocks"),
-    *((ODD[3], x) for x in PATHS if x != "low blocks"),  # one row is one block
-]
-
-
-def on_odd_batches(test: Any) -> Any:
-    for batch, path in SAMPLES:
-        test = example(batch=batch, temperature=0.2, path=path)(test)
-    return test
-
-
 @every_loss
-@on_odd_batches
-@given(
-    batch=global_batches((1,)),
-    temperature=TEMPERATURES,
-    path=st.sampled_from(list(PATHS)),
-)
+@given(batch=global_batches((1,)), temperature=TEMPERATURES, path=st.sampled_from(list(PATHS)))
 def test_a_loss_is_its_definition(entry: Entry, batch: GlobalBatch, temperature: float, path: str) -> None:
     with PATHS[path]():
         loss = entry.make(temperature=temperature).double()
         assert_same(loss, partial(entry.dense, temperature=temperature), *rows_of(entry, batch))
+
+
+@every_loss
+def test_a_loss_of_an_odd_batch_is_its_definition(entry: Entry) -> None:
+    """Each batch by a path that depends on the loss; by every path in a search."""
+    for (i, batch), (j, path) in itertools.product(enumerate(ODD), enumerate(PATHS)):
+        if EVERY_CASE or (EVERY.index(entry) + i + j) % len(PATHS) == 0:
+            test_a_loss_is_its_definition.hypothesis.inner_test(entry, batch, 0.2, path)
+
+
+def derivative(value: Tensor, at: list[Tensor]) -> Tensor:
+    """⟨∂L, v⟩ for some v, to be differentiated again."""
+    gradients = torch.autograd.grad(value, at, create_graph=True)
+    return sum(((g * numbers(*g.shape, seed=20 + i)).sum() for i, g in enumerate(gradients)), torch.zeros(()))
+
+
+@pytest.mark.parametrize(("entry", "outside"), drawn(EVERY, [False, True], one_in=2), ids=str)
+def test_second_derivatives_are_those_of_the_definition(entry: Entry, outside: bool) -> None:
+    """Under plain_formulas(), also where the context has been left before the second is taken."""
+    rows, loss = rows_of(entry, GlobalBatch((6,), d=3, seed=3)), entry.make(temperature=0.5).double()
+    at = [x for x in rows if x.requires_grad]
+    with cz.engine.plain_formulas():
+        first = derivative(loss(*rows), at)
+        found = torch.autograd.grad(first, at, retain_graph=True)
+    if outside:
+        found = torch.autograd.grad(first, at)
+    expected = torch.autograd.grad(derivative(entry.dense(*rows, temperature=0.5), at), at)
+    for x, y in zip(found, expected, strict=True):
+        close(x, y, 1e-9 if entry.name.startswith("SwAV") else 1e-10)
 
 
 ADDITIVE = [x for x in EVERY if hasattr(x.make(temperature=0.5), "reduction") and x.name != "OnlineContrastive"]
@@ -104,17 +114,6 @@ def test_two_views_are_labelled_rows(entry: Entry) -> None:
         and not getattr(loss, "num_classes", 0)
     ):
         close(loss(*rows.chunk(2)), loss(rows, torch.arange(4).repeat(2)))
-
-
-@given(seed=st.integers(0, 99), n=st.integers(1, 40), d=st.integers(1, 6))
-def test_distances_are_torchs(seed: int, n: int, d: int) -> None:
-    a, b = numbers(n, d, seed=seed).requires_grad_(), numbers(7, d, seed=seed + 1)
-    expected = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
-    torch.testing.assert_close(distances(a, b), expected, rtol=1e-9, atol=1e-7)
-    torch.testing.assert_close(distances(a, b, squared=True), expected.square(), rtol=1e-9, atol=1e-10)
-    assert torch.equal(distances(a, a).diagonal(), torch.zeros(n, dtype=torch.float64))
-    (gradient,) = torch.autograd.grad(distances(a, a).sum(), a)
-    assert gradient.isfinite().all()
 
 
 def test_numbers_of_hard_pairs_by_hand() -> None:

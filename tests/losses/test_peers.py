@@ -162,10 +162,6 @@ def annotated(ours: Any, theirs: Any, y: Callable[[Tensor], Tensor], **settings:
     )
 
 
-def first(labels: Tensor) -> Tensor:
-    return torch.arange(len(labels)) == 0
-
-
 def online(y: Callable[[Tensor], Tensor], margin: float = 2.0) -> Peer:
     ours = cz.OnlineContrastive(margin=margin)
     return annotated(ours, st.OnlineContrastiveLoss, lambda labels: y(labels).long(), margin=margin)
@@ -218,8 +214,6 @@ OF_TEXTS: dict[str, Peer] = {
     "OnlineContrastive": online(lambda labels: labels > 0, 0.5),
     "OnlineContrastive, only positives": online(torch.ones_like, 0.5),
     "OnlineContrastive, only negatives": online(torch.zeros_like),
-    "OnlineContrastive, one positive": online(first),
-    "OnlineContrastive, one negative": online(lambda labels: ~first(labels)),
     "MegaBatchMargin": Peer(mega_batch, 2),
     "MarginMSE": Peer(partial(of_teacher, margin_mse, st.MarginMSELoss(nn.Identity())), 4),
     "ScoreDistillation": Peer(
@@ -272,8 +266,7 @@ OF_METRICS: dict[str, Peer] = {
     "ThresholdConsistentMargin": of_units(cz.ThresholdConsistentMargin(), pml.ThresholdConsistentMarginLoss()),
     # it mistakes samples per class for classes
     "SmoothAP": Peer(SMOOTH_AP.make, labels=lambda seed: torch.arange(4).repeat_interleave(4)),
-    "LargeMarginSoftmax": Peer(partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss)),
-    "LargeMarginSoftmax, scaled": Peer(
+    "LargeMarginSoftmax": Peer(
         partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss, margin=3, scale=0.5)
     ),
     "SphereFace": Peer(partial(of_weights, partial(cz.LargeMarginSoftmax, normalize_weights=True), pml.SphereFaceLoss)),

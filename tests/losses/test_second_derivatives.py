@@ -1,4 +1,4 @@
-"""Under ``plain_formulas()`` every loss can be differentiated twice and more: against its definition in plain torch."""
+"""Penalties of gradients: of all ranks' embeddings under ``plain_formulas()``; refused of a trainer's gradients."""
 
 from collections.abc import Callable
 
@@ -10,41 +10,9 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, drawn, error_message, numbers
-from tests.losses.whole_zoo import EVERY
-from tests.zoo import Entry
+from tests.helpers import close, error_message, numbers
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
-
-
-def rows(entry: Entry) -> list[Tensor]:
-    views = entry.views if entry.call == "views" else 1
-    return [numbers(len(LABELS), 3, seed=3 + view).requires_grad_() for view in range(views)]
-
-
-def derivative(value: Tensor, at: list[Tensor]) -> Tensor:
-    """⟨∂L, v⟩ for some v, to be differentiated again."""
-    gradients = torch.autograd.grad(value, at, create_graph=True)
-    along = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(at)]
-    return torch.stack([(g * v).sum() for g, v in zip(gradients, along, strict=True)]).sum()
-
-
-def called(entry: Entry, loss: Callable[..., Tensor], at: list[Tensor]) -> Tensor:
-    return loss(*at, LABELS) if entry.call == "labels" else loss(*at)
-
-
-@pytest.mark.parametrize(("entry", "outside"), drawn(EVERY, [False, True], one_in=2), ids=str)
-def test_second_derivatives_are_those_of_the_definition(entry: Entry, outside: bool) -> None:
-    """Also where the context has been left before the second is taken."""
-    at, loss = rows(entry), entry.make(temperature=0.5).double()
-    with cz.engine.plain_formulas():
-        first = derivative(called(entry, loss, at), at)
-        found = torch.autograd.grad(first, at, retain_graph=True)
-    if outside:
-        found = torch.autograd.grad(first, at)
-    expected = derivative(called(entry, lambda *x: entry.dense(*x, temperature=0.5), at), at)
-    for x, y in zip(found, torch.autograd.grad(expected, at), strict=True):
-        close(x, y, 1e-9 if entry.name.startswith("SwAV") else 1e-10)
 
 
 def cubic(z: Tensor, labels: Tensor) -> Tensor:

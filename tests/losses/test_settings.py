@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
-from tests.helpers import close, numbers
+from tests.helpers import EVERY_CASE, close, numbers
 
 N, D = 8, 4
 LABELS = torch.arange(N) % 3
@@ -207,7 +207,8 @@ def test_numbers_of_numpy_and_integers_are_numbers(kind: Any) -> None:
 @pytest.mark.parametrize("name", [name for name, x in SUBJECTS.items() if x.rows[-1] is LABELS])
 def test_labels_of_any_integer_dtype(name: str) -> None:
     loss, (*rows, _), labels = SUBJECTS[name]().double(), SUBJECTS[name].rows, LABELS % 2
-    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32):
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+    for dtype in dtypes if EVERY_CASE else dtypes[len(name) % len(dtypes) :][:1]:
         close(loss(*rows, labels.to(dtype)).detach(), loss(*rows, labels).detach())
 
 

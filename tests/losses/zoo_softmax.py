@@ -77,10 +77,11 @@ def dense_distillation(
 
 
 def mined(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
-    """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
+    """Queries, documents, and hard negatives: one of every query, and a second of some queries, or of nobody."""
     more = two[:, 0] > 0
     every = torch.arange(len(one))
-    return q, d, torch.cat([one, two[more]]), torch.cat([every, every[more]])
+    owners = every.where(two[:, -1] > -0.5, -1)
+    return q, d, torch.cat([one, two[more]]), torch.cat([every, owners[more]])
 
 
 def with_ids(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
@@ -272,6 +273,7 @@ QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")
 MASKED = {"false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
 T0 = {"base_temperature": 0.07}
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
+OTHERS, OWN = ({**HARD, "hardness_mode": mode} for mode in ("in_batch_negatives", "hard_negatives"))
 
 ENTRIES: list[Entry] = [
     row("Clip", dense_clip, kind=learnt(cz.Clip)),
@@ -287,8 +289,8 @@ ENTRIES: list[Entry] = [
     row("MNRL", dense_mnrl, "views", mined, 4),
     row("MNRL, all directions", dense_mnrl, "views", mined, 4, directions=ALL, **HARD),
     row("MNRL, symmetric", dense_mnrl, "views", mined, 4, directions=BOTH, partition_mode="per_direction"),
-    row("MNRL, masked", dense_mnrl, "views", with_ids, 4, directions=ALL, **MASKED, **HARD),
-    row("MNRL, Qwen3", dense_mnrl, "views", mined, 4, directions=QWEN3, false_negative_margin=0.1),
+    row("MNRL, masked", dense_mnrl, "views", with_ids, 4, directions=ALL, **MASKED, **OTHERS),
+    row("MNRL, Qwen3", dense_mnrl, "views", mined, 4, directions=QWEN3, false_negative_margin=0.1, **OWN),
     row("GIST", dense_gist, "views", with_teacher, 2),
     row("GIST, masked", dense_gist, "views", guided, 3, margin=0.3, margin_strategy="relative"),
     row("ClipDistillation", dense_distillation, "views", with_teacher, 2),

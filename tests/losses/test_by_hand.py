@@ -1,0 +1,98 @@
+"""Numbers by hand, state, and memory: what the tables of losses do not show."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import tiling
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.measurement import whole_batch
+from tests.helpers import Largest, close, numbers
+from tests.losses import zoo_margins
+from tests.losses.zoo_softmax import ENTRIES, ORDERED
+from tests.losses.zoo_weights import ENTRIES as WEIGHTS
+
+
+def pairs(*shape: int) -> list[Tensor]:
+    return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
+
+
+def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None:
+    assert cz.Clip().logit_scale.item() == pytest.approx(math.log(1 / 0.07))
+    assert cz.SigLIP().logit_scale.item() == pytest.approx(math.log(10))
+    assert {name for name, _ in cz.SigLIP().named_parameters()} == {"temperature.log_scale", "logit_bias"}
+    bounded, free = cz.Clip(), cz.SigLIP()
+    rows = pairs(4, 3)
+    for loss in (bounded, free):
+        loss.logit_scale.data.fill_(7.0)
+        loss(*rows).backward()
+    assert bounded.logit_scale.item() == pytest.approx(math.log(100))
+    assert free.logit_scale.item() == 7.0
+    bias = free.get_parameter("logit_bias")
+    assert bias.item() == -10.0
+    assert bias.grad is not None
+
+
+HARD = ("Triplet, hard", "Triplet, semi-hard", "MultiSimilarity, mined", "Circle")
+MARGINS = [x for x in zoo_margins.ENTRIES if x.name in HARD]
+
+
+@pytest.mark.path("engines")
+def test_nothing_n_by_n_is_held() -> None:
+    """In small blocks no tensor is nearly as large as the similarity matrix."""
+    n, threads = 120, torch.get_num_threads()
+    torch.set_num_threads(1)  # small operations, and many
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "BLOCK_BYTES", 2**15)
+        patch.setattr(tiling, "TILE_BYTES", 2**13)
+        for entry in [x for x in ENTRIES + ORDERED + WEIGHTS if "," not in x.name or "all" in x.name] + MARGINS:
+            rows = [x.requires_grad_(x.is_floating_point()) for x in whole_batch(entry.case(), GlobalBatch((n,), d=4))]
+            with Largest() as largest:
+                entry.make(temperature=0.5).double()(*rows).backward()
+            assert largest.elements <= (8 * n if entry in MARGINS else n * n / 3), entry  # of these one block of 8 rows
+        with cz.engine.plain_formulas(), Largest() as largest:
+            entry.make(temperature=0.5).double()(*rows)
+        assert largest.elements >= n * n, "the formula holds it"
+    torch.set_num_threads(threads)
+
+
+def test_negatives_of_one_query_each_are_logits_beside_its_own_key() -> None:
+    q, k, negatives = numbers(5, 4, seed=1), numbers(5, 4, seed=2), numbers(5, 3, 4, seed=3)
+    logits = torch.einsum("nd,nmd->nm", q, torch.cat([k[:, None], negatives], 1)) / 0.3
+    loss = cz.InfoNCE(temperature=0.3, in_batch_negatives=False, normalize=False)
+    close(loss(q, k, negatives), F.cross_entropy(logits, torch.zeros(5).long()))
+
+
+def test_dino_moves_its_centre_while_training() -> None:
+    teacher = torch.tensor([[[1.0, 2.0], [5.0, 6.0]], [[3.0, 4.0], [7.0, 8.0]]])
+    loss = cz.DINO(2, centre_momentum=0.75)
+    loss(torch.zeros(2, 3, 2), teacher)
+    close(loss.centre, torch.tensor([1.0, 1.25]))
+    loss.eval()(torch.zeros(2, 2), teacher[:, 0])
+    close(loss.centre, torch.tensor([1.0, 1.25]))
+    other = cz.DINO(2)
+    other.load_state_dict(loss.state_dict())
+    close(other.centre, loss.centre)
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
+def test_koleo_keeps_the_digits_of_near_neighbours(dense: bool) -> None:
+    """Of neighbours 1e-4 apart a matmul in float32 keeps no digit of the distance."""
+    generator = torch.Generator().manual_seed(0)
+    far = torch.randn(6, 5, generator=generator)
+    rows = torch.cat([far, far + 1e-4 * torch.randn(6, 5, generator=generator)])
+    single, double = rows.clone().requires_grad_(), rows.double().requires_grad_()
+    with cz.engine.plain_formulas() if dense else torch.enable_grad():
+        for z in (single, double):
+            cz.KoLeo(normalize=False).double()(z).backward()
+    assert single.grad is not None
+    torch.testing.assert_close(single.grad.double(), double.grad, rtol=1e-5, atol=0.0)
+
+
+def test_a_number_of_prototypes_in_a_tensor_has_16_bits() -> None:
+    """Eight bits do not hold 4,096, the number of prototypes that are drawn at a time."""
+    assert cz.SwAV(torch.tensor(39, dtype=torch.int32), 3).prototypes.shape == (39, 3)
