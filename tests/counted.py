@@ -5,8 +5,8 @@ ranks' numbers of samples. Values and gradients mean nothing; what a rank sends 
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -33,25 +33,19 @@ class Step(NamedTuple):
     peak_bytes: int
 
 
-@contextmanager
-def one_of_many(sizes: Sequence[int], rank: int) -> Iterator["OneRank"]:
-    """Context manager: this process is one of so many ranks, whose numbers of samples are these."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(sizes))
-    try:
-        yield OneRank(sizes)
-    finally:
-        dist.destroy_process_group()
-
-
 def counted(
     loss: Callable[..., Tensor], args: Sequence[Tensor], sizes: Sequence[int], rank: int, *, steps: int = 1
 ) -> Step:
     """Return what the last of some steps takes, a call and its backward pass; memory is counted beside the arguments."""
-    with one_of_many(sizes, rank) as one:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(sizes))
+    try:
+        one = OneRank(sizes)
         for _ in range(steps):
             one.reset(args)
             with one:
                 loss(*args).sum().backward()
+    finally:
+        dist.destroy_process_group()
     return one.step
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, at small sizes; no time is asserted."""
+"""The benchmarks' arithmetic, at small sizes and without a GPU: no time is asserted; errors, tables and targets."""
 
 import re
 import sys
@@ -14,11 +14,19 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
 from tests.interpreter import torchrun
 
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.figures
+
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
 import bench
+import gpu
 import memory
+from gpu_suite import measure
+from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, MODULES, PUBLIC, normalised
+from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 from suite import harness, report
 from suite.cases import CASES, FASTER, LOSSES, Case
 
@@ -99,7 +107,6 @@ def test_every_row_of_the_page_is_measured() -> None:
 
 @pytest.mark.parametrize("page", ["docs/pages/measurements.md", "benchmarks/gpu.md"])
 def test_pages_have_the_times_of_the_model(page: str) -> None:
-    gpu = pytest.importorskip("gpu")  # which needs Triton
     ceilings, text = gpu.Ceilings(*(1e12 * x for x in gpu.H100)), (ROOT / page).read_text()
     rows = re.findall(r"\| (CLIP|SigLIP|NT-Xent) \| ([\d,]+) \| (768) \| [\d.]+ \| ([\d.]+) \|", text)
     assert len(rows) == 6
@@ -146,3 +153,56 @@ def test_times_of_ranks_have_a_row_for_each_exchange() -> None:
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 3 * 2 * 2
     assert all(float(row[3]) > 0 for row in rows)
+
+
+CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
+
+
+@pytest.mark.parametrize("loss", MODULES)
+def test_the_loss_as_it_is_called_gives_the_dense_value_of_normalised_rows(loss: str) -> None:
+    function = IMPLEMENTATIONS[loss][PUBLIC].construct(SCALE)
+    assert relative_error(loss, function, 256, normalizes=True, **CPU) < 1e-6
+    assert relative_error(loss, function, 256, **CPU) > LIMIT, "the gradient of the norm"
+    assert relative_error(loss, normalised(DENSE[loss]), 64, normalizes=True, n=48, device="cpu") < LIMIT
+
+
+WRONG_CALLS = {
+    "one direction": ("CLIP", DENSE["InfoNCE"]),
+    "another positive": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b.roll(1, 0), scale)),
+    "a sum": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale) * len(a)),
+    "the scale as a temperature": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, 1 / scale)),
+    "a constant tower": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b.detach(), scale)),
+    "nothing learns": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale).detach() + 0 * a.sum()),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_a_wrong_call_is_noticed_before_it_is_timed(what: str) -> None:
+    loss, function = WRONG_CALLS[what]
+    assert not relative_error(loss, function, 256, **CPU) <= LIMIT
+
+
+@pytest.mark.parametrize("loss", DENSE)
+def test_the_limit_is_above_the_rounding_of_bfloat16(loss: str) -> None:
+    assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < LIMIT / 2
+
+
+def test_a_peer_without_a_time_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(loss: str, name: str) -> Measurement:
+        return next(measure.measure(loss, name, [(8, 256)]))
+
+    def failing(_: Any) -> float:
+        raise ValueError("a | b\nmore")
+
+    monkeypatch.setitem(sys.modules, "memeff", None)
+    assert "memeff" in first("CLIP", "memeff").reason
+    for error, reason in ((0.5, "relative error 0.5, which is more than 0.02"), (float("nan"), "relative error nan")):
+        monkeypatch.setattr(measure, "relative_error", lambda *_, error=error, **__: error)
+        assert reason in first("CLIP", EAGER).reason
+    monkeypatch.setattr(measure, "relative_error", lambda *_, **__: 0.01)
+    monkeypatch.setattr(measure, "steps", lambda *_: int)
+    monkeypatch.setattr(measure, "peak_mb", lambda _: 2.0)
+    monkeypatch.setattr(measure, "median_ms", lambda _: 3.0)
+    assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, 3.0, 2.0, 0.01)
+    monkeypatch.setattr(measure, "median_ms", failing)
+    assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, error=0.01, reason="ValueError: a / b")

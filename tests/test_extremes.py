@@ -1,7 +1,6 @@
 """Numbers at the edge: every loss equals its formula in float64, or says what is wrong; and the same bits twice."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,17 +51,12 @@ Drawn = tuple[Entry, list[Tensor], float]
 def drawn() -> list[Drawn]:
     """Every loss in one situation, every situation with several losses; all of them in the long search."""
     situations = list(SITUATIONS.values())
-    pairs = [
-        (entry, situation)
+    return [
+        (entry, rows, situation.temperature)
         for i, entry in enumerate(EVERY)
         for situation in (situations if EVERY_CASE else [situations[i % len(situations)]])
+        if (rows := situation.rows(entry)) is not None
     ]
-    cases = [(entry, situation.rows(entry), situation.temperature) for entry, situation in pairs]
-    return [(entry, rows, temperature) for entry, rows, temperature in cases if rows is not None]
-
-
-def shards_of(n: int) -> list[int]:
-    return [n // 3, 0, n - n // 3]
 
 
 def on_a_rank(cases: list[Drawn]) -> list[dict[str, list[Result] | str]]:
@@ -70,7 +64,7 @@ def on_a_rank(cases: list[Drawn]) -> list[dict[str, list[Result] | str]]:
     torch.set_default_dtype(torch.float32)  # that of this process, which rounds constants of some losses
     found = []
     for entry, rows, temperature in cases:
-        local = [local_shard(x, shards_of(len(x))) for x in rows]
+        local = [local_shard(x, [len(x) // 3, 0, len(x) - len(x) // 3]) for x in rows]
         of_path: dict[str, list[Result] | str] = {}
         for name, (split, options) in PATHS.items():
             with splitting(always=split):
@@ -84,10 +78,8 @@ def on_a_rank(cases: list[Drawn]) -> list[dict[str, list[Result] | str]]:
 
 def once(entry: Entry, rows: list[Tensor], temperature: float, options: dict[str, Any]) -> Result:
     torch.manual_seed(0)
-    made = entry.make(temperature=temperature)
-    made = made.double() if hasattr(made, "double") else made
-    wrapped: Callable[..., Tensor] = cz.DistributedLoss(made, check_distinct=False, **options)
-    return Result.of(wrapped, rows)
+    made = entry.make(temperature=temperature).double()
+    return Result.of(cz.DistributedLoss(made, check_distinct=False, **options), rows)
 
 
 def test_every_path_of_three_ranks_is_one_process_and_gives_the_same_bits_twice(worlds: Worlds) -> None:

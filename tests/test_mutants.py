@@ -9,6 +9,8 @@ from tools.mutants import __main__ as program
 from tools.mutants.changes import PACKAGE, mutants_of, mutated
 from tools.pages import ROOT
 
+pytestmark = pytest.mark.figures
+
 SOURCE = "def smaller(a, b):\n    return a < b\n\n\ndef unused():\n    return 7\n"
 TEST = "from package.engine.tiny import smaller\n\n\ndef test_smaller():\n    assert not smaller(1, 1)\n"
 

@@ -40,6 +40,7 @@ REPEATED_TOKENS = row("MaxSim, repeated tokens", dense_max_sim, "views", repeate
 ENTRIES = [*(x for x in EVERY if x not in WEIGHTS), REPEATED_TOKENS]
 DRAWN = [x for x in ENTRIES if EVERY_CASE or any(name in x.name for name in COMPARE)]
 BY_NAME = {f"{x.name} {x.call}": x for x in ENTRIES}
+Case = tuple[str, int, int, int]
 Result = tuple[float, list[Tensor], dict[str, Tensor]]
 
 
@@ -62,13 +63,7 @@ def repeated_rows(entry: Entry, n: int, d: int, seed: int) -> list[Tensor]:
     return [few[picks[0]], labels] if entry.call == "labels" else [few[pick] for pick in picks]
 
 
-def results(
-    cases: Sequence[tuple[str, int, int, int]],
-    shards: Sequence[int],
-    split: bool,
-    rounds: bool,
-    options: dict[str, Any],
-) -> list[Result]:
+def results(cases: Sequence[Case], shards: Sequence[int], split: bool, rounds: bool) -> list[Result]:
     """The value, and the gradients after a mean over ranks, of each case; with ``rounds`` rounding decides again."""
     rank, found = torch.distributed.get_rank(), []
     with splitting(always=split), pytest.MonkeyPatch.context() as patch, Rounded():
@@ -82,7 +77,7 @@ def results(
             set_float64_and_seed()
             local = [x.split(list(shards))[rank].clone() for x in repeated_rows(entry, *batch)]
             leaves = [x.requires_grad_() for x in local if x.is_floating_point()]
-            loss = cz.DistributedLoss(entry.make(temperature=0.3), **options).double()
+            loss = cz.DistributedLoss(entry.make(temperature=0.3)).double()
             allow_repeated_samples(loss)
             value = loss(*local)
             value.backward()
@@ -93,30 +88,21 @@ def results(
 
 
 def differing(
-    worlds: Worlds,
-    cases: Sequence[tuple[str, int, int, int]],
-    shards: Sequence[int],
-    *,
-    split: bool = True,
-    rounds: bool = False,
-    **options: Any,
+    worlds: Worlds, cases: Sequence[Case], shards: Sequence[int], *, split: bool = True, rounds: bool = False
 ) -> set[str]:
-    of_one = worlds.run(1, results, cases, (sum(shards),), False, rounds, {})[0]
-    by_rank = worlds.run(len(shards), results, cases, shards, split, rounds, options)
-    return {
-        case[0]
-        for case, one, *parts in zip(cases, of_one, *by_rank, strict=True)
-        if any(not distance(x, y) <= EXACT for x, y in _pairs(one, parts))
-    }
+    of_one = worlds.run(1, results, cases, (sum(shards),), False, rounds)[0]
+    by_rank = worlds.run(len(shards), results, cases, shards, split, rounds)
+    return {case[0] for case, one, *parts in zip(cases, of_one, *by_rank, strict=True) if _differ(one, parts)}
 
 
-def _pairs(one: Result, parts: Sequence[Result]) -> list[tuple[Tensor, Tensor]]:
+def _differ(one: Result, parts: Sequence[Result]) -> bool:
     pairs = [(torch.tensor(value), torch.tensor(one[0])) for value, _, _ in parts]
     pairs += [(torch.cat(of), whole) for *of, whole in zip(*(x[1] for x in parts), one[1], strict=True)]
-    return pairs + [(x[2][name], gradient) for x in parts for name, gradient in one[2].items()]
+    pairs += [(x[2][name], gradient) for x in parts for name, gradient in one[2].items()]
+    return any(not distance(x, y) <= EXACT for x, y in pairs)
 
 
-def cases_of(entries: Sequence[Entry], n: int, d: int, seeds: int = 1) -> list[tuple[str, int, int, int]]:
+def cases_of(entries: Sequence[Entry], n: int, d: int, seeds: int = 1) -> list[Case]:
     return [(f"{x.name} {x.call}", n, d, seed) for x in entries for seed in range(seeds)]
 
 

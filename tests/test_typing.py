@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).parent.parent
 USER = Path(__file__).parent / "typing" / "user.py"
 
