@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +10,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning import losses
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, close, distance, drawn, numbers
+from tests.helpers import close, distance, drawn, numbers
 
 pytestmark = pytest.mark.trainers
 
@@ -29,24 +27,11 @@ SPLITS = {  # one after the other, step by step; an empty shard among them
     2: [(5, 3), (1, 7), (8, 0), (4, 4)],
     3: [(3, 2, 3), (0, 5, 3), (1, 1, 6), (8, 0, 0)],
 }
-WEIGHTS = {"num_classes": 4, "embedding_size": D}
-
-RECIPES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    "NTXent": (lambda: cz.NTXent(temperature=0.5), lambda: None),
-    "InfoNCE, learnt": (lambda: cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True), lambda: None),
-    "SupCon": (lambda: cz.SupCon(temperature=0.3), lambda: None),
-    "TripletMarginLoss": (
-        lambda: losses.TripletMarginLoss(margin=0.2),
-        lambda: miners.TripletMarginMiner(type_of_triplets="semihard"),
-    ),
-    "ProxyAnchorLoss, learnt": (lambda: losses.ProxyAnchorLoss(**WEIGHTS, alpha=8), lambda: None),
-    "ArcFaceLoss, learnt": (lambda: losses.ArcFaceLoss(**WEIGHTS, scale=8), lambda: None),
-    "memory of InfoNCE": (lambda: cz.CrossBatchMemory(cz.InfoNCE(), 13, D, dtype=torch.float64), lambda: None),
-    "memory of SupCon": (lambda: cz.CrossBatchMemory(cz.SupCon(), 9, D, dtype=torch.bfloat16), lambda: None),
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "of this library": lambda: cz.SupCon(temperature=cz.LearnableTemperature(0.5)),
+    "third-party": lambda: losses.ProxyAnchorLoss(4, D, alpha=8),
 }
-OF_VIEWS = "NTXent", "InfoNCE, learnt", "memory of InfoNCE"
-
-SOME = ("InfoNCE, learnt", "SupCon", "ProxyAnchorLoss, learnt", "TripletMarginLoss")
+"""With parameters of their own."""
 
 
 class Trainer(NamedTuple):
@@ -64,11 +49,6 @@ def ddp_that_sums(module: nn.Module) -> nn.Module:
     return wrapped
 
 
-def average(modules: list[nn.Module]) -> None:
-    for module in modules:
-        cz.average_gradients(module)
-
-
 def add_up(modules: list[nn.Module]) -> None:
     for module in modules:
         for parameter in module.parameters():
@@ -78,134 +58,76 @@ def add_up(modules: list[nn.Module]) -> None:
 TRAINERS = {
     "DDP": Trainer(DistributedDataParallel),
     "DDP with a hook that sums": Trainer(ddp_that_sums, grad_reduction="sum"),
-    "average_gradients": Trainer(reduce=average),
+    "average_gradients": Trainer(reduce=lambda modules: cz.average_gradients(modules[0])),
     "a sum by hand": Trainer(reduce=add_up, grad_reduction="sum"),
 }
-
-
-class Plan(NamedTuple):
-    recipe: str
-    trainer: str = "DDP"
-    loss_in: str = "nothing"  # its parameters: their optimiser, the "trainer" around DistributedLoss, or "DDP inside"
-    micro: int = 1  # batches that are accumulated before a step
-    told: Any = None  # another grad_reduction than the trainer's: a mistake
 
 
 class Trained(NamedTuple):
     values: Tensor
     parameters: list[Tensor]
-    state: list[Tensor]
 
 
-def train(plan: Plan, *, alone: bool = False) -> Trained:
-    trainer = TRAINERS[plan.trainer]
+def train(name: str, trainer: str = "", loss_in: str = "nothing", told: Any = None) -> Trained:
+    """Train on one process without a trainer, or say another ``grad_reduction`` than the trainer's, a mistake.
+
+    Parameters of the loss are in the trainer around DistributedLoss, in DDP inside of it, or in nothing but the optimiser.
+    """
+    how = TRAINERS.get(trainer, Trainer())
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, D)).double()
-    make, make_miner = RECIPES[plan.recipe]
-    loss, miner = make(), make_miner()
-    for x in loss.parameters():
-        x.data = x.data.double()  # and a memory keeps its dtype
+    loss = LOSSES[name]().double()
     bare = [encoder, loss]
     weights = [x for module in bare for x in module.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.02, momentum=0.9)
-    if not alone:
-        encoder = trainer.wrap(encoder)
-        inner = DistributedDataParallel(loss) if plan.loss_in == "DDP inside" else loss
-        loss = cz.DistributedLoss(inner, miner=miner, grad_reduction=plan.told or trainer.grad_reduction)
-        if plan.loss_in == "trainer" and any(True for _ in loss.parameters()):
-            loss = trainer.wrap(loss)  # which copies rank 0's memory to all
-    values = []
+    if trainer:
+        encoder = how.wrap(encoder)
+        inner = DistributedDataParallel(loss) if loss_in == "DDP inside" else loss
+        loss = cz.DistributedLoss(inner, grad_reduction=told or how.grad_reduction)
+        loss = how.wrap(loss) if loss_in == "the trainer" else loss
+    values, rank, splits = [], dist.get_rank(), SPLITS[dist.get_world_size()]
     for step in range(STEPS):
         optimizer.zero_grad()
-        for micro in range(plan.micro):
-            with _synchronised([encoder, loss], last=micro == plan.micro - 1):
-                x, *labels = local_rows(plan.recipe in OF_VIEWS, step, micro)
-                z = encoder(x)
-                rows = [z, *labels] if labels else list(z.split(len(z) // 2 or 1, 0) if len(z) else (z, z))
-                if plan.recipe.startswith("memory"):
-                    rows[1] = rows[1].detach()
-                if alone and miner is not None:
-                    rows.append(miner(*rows))
-                value = loss(*rows)
-                (value / plan.micro).backward()
-            values.append(value.detach())
-        # a parameter outside the trainer must come out complete by itself; a sum has to reach all of them
-        trainer.reduce(bare if trainer.grad_reduction == "sum" else bare[:1])
+        (x,), labels = GlobalBatch((SAMPLES,), seed=step).samples(), numbers(SAMPLES, seed=step, dtype=torch.int64)
+        shards = splits[step % len(splits)]
+        value = loss(encoder(x.split(shards)[rank]), labels.split(shards)[rank])
+        value.backward()
+        values.append(value.detach())
+        how.reduce(bare)
         optimizer.step()
-    return Trained(torch.stack(values), [x.detach() for x in weights], [*bare[1].buffers()])
-
-
-@contextlib.contextmanager
-def _synchronised(modules: list[nn.Module], *, last: bool) -> Iterator[None]:
-    """Only the last micro-batch's gradients are sent."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            if not last and isinstance(module, DistributedDataParallel):
-                stack.enter_context(module.no_sync())
-        yield
-
-
-def local_rows(of_views: bool, step: int, micro: int) -> list[Tensor]:
-    """Features of this rank's samples, view after view, and their labels if the loss takes labels."""
-    rank, splits = dist.get_rank(), SPLITS[dist.get_world_size()]
-    shards = splits[(step + micro) % len(splits)]
-    batch, local = GlobalBatch(shards, seed=10 * step + micro), slice(sum(shards[:rank]), sum(shards[: rank + 1]))
-    if of_views:
-        return [torch.cat([x[local] for x in batch.samples(2)])]
-    classes = torch.randint(4, (SAMPLES,), generator=torch.Generator().manual_seed(batch.seed))
-    return [batch.samples()[0][local], classes[local]]
+    return Trained(torch.stack(values), [x.detach() for x in weights])
 
 
 @functools.cache
-def on_one_process(worlds: Worlds, recipe: str, micro: int) -> Trained:
-    return worlds.run(1, train, Plan(recipe, micro=micro), alone=True)[0]
+def on_one_process(worlds: Worlds, name: str) -> Trained:
+    return worlds.run(1, train, name)[0]
 
 
-def loss_in(recipe: str, trainer: str) -> str:
-    """A hook that sums must see the loss's parameters as well."""
-    return "trainer" if recipe in LEARNT and "DDP" in trainer else "nothing"
+# a parameter outside of the trainer must come out complete by itself; a sum has to reach all of them
+INSIDE = [("DDP", "nothing"), ("DDP", "the trainer"), ("DDP", "DDP inside"), ("DDP with a hook that sums", "the trainer"),
+          ("average_gradients", "nothing"), ("a sum by hand", "nothing")]  # fmt: skip
 
 
-LEARNT = [name for name in RECIPES if "learnt" in name]
-WITHOUT_DDP = [name for name in TRAINERS if name != "DDP"]
-OF_MEMORIES = [name for name in RECIPES if name.startswith("memory")]
-ROUNDS = [(2, "average_gradients", "nothing"), (2, "DDP", "trainer"), (3, "a sum by hand", "nothing")]
-TRAININGS: list[tuple[int, Plan]] = [
-    *((world_size, Plan(recipe)) for recipe, world_size in drawn(RECIPES, [2, 3], one_in=2)),
-    *((2, Plan(x, "DDP", of)) for x, of in drawn(LEARNT, ["trainer", "DDP inside"], one_in=2)),
-    *((3, Plan(x, trainer, loss_in(x, trainer))) for x, trainer in drawn(SOME, WITHOUT_DDP, one_in=2)),
-    *((2, Plan(x, trainer, loss_in(x, trainer), 3)) for x, trainer in drawn(SOME, [*TRAINERS][:3], one_in=2)),
-    *((world_size, Plan(x, trainer, of)) for x, (world_size, trainer, of) in drawn(OF_MEMORIES, ROUNDS, one_in=2)),
-]
-
-
-@pytest.mark.parametrize(("world_size", "plan"), TRAININGS, ids=str)
-def test_a_training_ends_as_on_one_process(world_size: int, plan: Plan, worlds: Worlds) -> None:
-    expected = on_one_process(worlds, plan.recipe, plan.micro)
-    for found in worlds.run(world_size, train, plan):
+@pytest.mark.parametrize(("how", "name", "world_size"), drawn(INSIDE, LOSSES, [2, 3], one_in=2), ids=str)
+def test_a_training_ends_as_on_one_process(how: tuple[str, str], name: str, world_size: int, worlds: Worlds) -> None:
+    expected = on_one_process(worlds, name)
+    for found in worlds.run(world_size, train, name, *how):
         close(found.values, expected.values)
         for x, y in zip(found.parameters, expected.parameters, strict=True):
             close(x, y)
-        for x, y in zip(found.state, expected.state, strict=True):
-            close(x, y, 0.01 if y.dtype == torch.bfloat16 else EXACT)
 
 
 @pytest.mark.parametrize(("trainer", "told"), [("DDP", "sum"), ("a sum by hand", "mean")])
 def test_a_wrong_grad_reduction_trains_something_else(trainer: str, told: str, worlds: Worlds) -> None:
-    found = worlds.run(2, train, Plan("SupCon", trainer, told=told))
-    assert distance(found[0].parameters[0], on_one_process(worlds, "SupCon", 1).parameters[0]) > 1e-3
+    found, expected = worlds.run(2, train, "third-party", trainer, told=told)[0], on_one_process(worlds, "third-party")
+    assert distance(found.parameters[0], expected.parameters[0]) > 1e-3
 
 
 ITEMS, BATCH, ALL_STEPS, SAVED = 50, 12, 12, 7
-"""Two epochs of batches of 12, 12, 12, 12 and 2, and two steps of a third; the checkpoint is in the middle of the second."""
+"""Two epochs of batches of 12, 12, 12, 12 and 2, which some ranks have no part of, and two steps of a third.
 
-BOUNDS = {1: (0, 1), 2: (0, 2 / 3, 1), 4: (0, 1 / 2, 2 / 3, 2 / 3, 1)}
-"""Where the ranks' parts of a batch begin and end: uneven, and one of four has nothing."""
-
-
-class UnevenParts(cz.data.GlobalBatchSampler):
-    def bounds(self, batch: Any, world_size: int) -> list[int]:
-        return [round(len(batch) * x) for x in BOUNDS[world_size]]
+The checkpoint is in the middle of the second.
+"""
 
 
 class Training:
@@ -216,10 +138,11 @@ class Training:
         self.images, self.labels = numbers(ITEMS, 6, seed=1), torch.arange(ITEMS) % 7
         self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
         memory = cz.CrossBatchMemory(cz.SupCon(temperature=cz.LearnableTemperature(0.5)), 20, 4, dtype=torch.float64)
-        self.loss_fn, self.random_loss = cz.DistributedLoss(memory.double()), cz.DistributedLoss(projected)
+        self.loss_fn = cz.DistributedLoss(memory.double())
+        self.random_loss = cz.DistributedLoss(lambda z: (z @ torch.randn(4, 3).double()).square().mean())
         parameters = [*self.encoder.parameters(), *self.loss_fn.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
-        self.sampler = UnevenParts(ITEMS, batch_size=BATCH, seed=3)
+        self.sampler = cz.data.GlobalBatchSampler(ITEMS, batch_size=BATCH, seed=3)
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,22 +163,13 @@ class Training:
                 if self.steps == until:
                     return
                 self.optimizer.zero_grad()
-                z = self.encoder(self.images[indices] + 0.1 * self.noise(indices))
+                z = self.encoder(self.images[indices])
                 value = self.loss_fn(z, self.labels[indices]) + 0.1 * self.random_loss(z)
                 value.backward()
                 cz.average_gradients(self.encoder)
                 self.optimizer.step()
                 self.steps += 1
                 yield value.item()
-
-    def noise(self, indices: list[int]) -> Tensor:
-        """An augmentation of each sample: a function of the sample and the epoch, whichever rank draws it."""
-        keys = random_keys(5, self.sampler.epoch, torch.tensor(indices, dtype=torch.int64)[:, None], torch.arange(6))
-        return torch.from_numpy(keys.astype(float)) / 2**63 - 1
-
-
-def projected(embeddings: Tensor) -> Tensor:
-    return (embeddings @ torch.randn(4, 3, dtype=embeddings.dtype)).square().mean()
 
 
 def train_until(seed: int, until: int, *, save: Path, load: Path | None = None) -> list[float]:
