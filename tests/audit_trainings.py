@@ -29,6 +29,7 @@ from contrastive_zoo.testing.auditing.launch import (
     local_store,
     record_script,
     wait_for_records,
+    without_record,
 )
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 from tests.digits import (
@@ -448,10 +449,13 @@ def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -
             jobs = [(folder, x, rank, len(names), store.port, module, name, steps) for rank, x in enumerate(names)]
             with forked(_rank, jobs) as ranks:
                 wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), TIMEOUT)
-            return ""
+                for x, code in zip(names, [rank.exitcode for rank in ranks], strict=True):
+                    if code is not None:
+                        Path(folder, f"{x}.ended").write_text(str(code))
+            return without_record(Path(folder), names)
 
-        run([f"rank{rank}" for rank in range(processes)])
-        report = judged(Path(folder), processes, run)
+        problem = run([f"rank{rank}" for rank in range(processes)])
+        report = judged(Path(folder), processes, run, problem)
     report.seconds = time.monotonic() - start
     return report
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing.auditing import launch
+from contrastive_zoo.testing.auditing import launch, session
 from contrastive_zoo.testing.auditing.diagnosis import assemble
 from contrastive_zoo.testing.auditing.launch import OF_OWN_PROCESSES, WITHOUT_GPU, _refusing, audit_script, environment
 from contrastive_zoo.testing.auditing.records import Record
@@ -106,6 +106,30 @@ def test_an_interrupted_audit_leaves_no_process_and_no_folder(
     assert list((tmp_path / "tmp").glob("contrastive-zoo-*")) == []
     assert audit.returncode == (130 if number == signal.SIGINT else -number)
     assert "Traceback" not in error
+
+
+def test_a_process_that_has_ended_is_not_killed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of another program by then."""
+    running = [session._start(tmp_path / "rank0", [sys.executable, "-IS", "-c", "raise SystemExit(3)"], {})]
+    running[0][1].join()
+    assert (tmp_path / "rank0.ended").read_text() == "3"
+    killed: list[Any] = []
+    monkeypatch.setattr(os, "killpg", lambda *arguments: killed.append(arguments))
+    session._end(running)
+    assert killed == running == []
+
+
+def test_a_rank_that_is_killed_is_said_with_its_signal(tmp_path: Path) -> None:
+    def start(processes: list[Any]) -> list[int]:
+        for name, *_ in processes:
+            (tmp_path / f"{name}.ended").write_text("-9" if name == "rank0" else "3")
+        return []
+
+    def run(names: list[str]) -> str:
+        return launch._run(launch.Processes(tmp_path, start), ["3", "", "train.py"], 60.0, 1, names)
+
+    report = launch.judged(tmp_path, 2, run, run(["rank0", "rank1"]))
+    assert report.problem == "no record: rank 0 ended by signal 9, rank 1 ended with exit status 3."
 
 
 WAITING = """

@@ -70,8 +70,8 @@ def audit_script(
         start = time.monotonic()
         with _session() as processes:
             run = partial(_run, processes, arguments, timeout, nodes)
-            hang = run([f"rank{rank}" for rank in range(size)])
-            world = judged(processes.folder, size, run, hang)
+            problem = run([f"rank{rank}" for rank in range(size)])
+            world = judged(processes.folder, size, run, problem)
         world.seconds = time.monotonic() - start
         report.worlds.append(world)
     return report
@@ -114,7 +114,7 @@ def _run(processes: Processes, arguments: Sequence[str], timeout: float, nodes: 
     try:
         have_ended = [(folder / f"{name}.ended").exists for name in names]
         if wait_for_records(folder, names, lambda index: have_ended[index](), timeout):
-            return ""
+            return without_record(folder, names)
         running = [i for i, x in enumerate(names) if not (have_ended[i]() or (folder / f"{x}.record").exists())]
         stacks = {index: folder / f"{names[index]}.stack" for index in running}
         for index, stack in stacks.items():
@@ -143,10 +143,18 @@ def wait_for_records(folder: Path, names: Sequence[str], has_ended: Callable[[in
     return False
 
 
-def judged(folder: Path, world_size: int, run: Callable[[list[str]], str], hang: str = "") -> WorldReport:
+def without_record(folder: Path, names: Sequence[str]) -> str:
+    """Say how processes of these names ended without a record; "" if all have one."""
+    missing = {i: folder / f"{x}.ended" for i, x in enumerate(names) if not (folder / f"{x}.record").exists()}
+    codes = {i: int(x.read_text() or 0) for i, x in missing.items() if x.exists()}
+    how = (f"rank {i} ended " + (f"by signal {-x}" if x < 0 else f"with exit status {x}") for i, x in codes.items())
+    return f"no record: {', '.join(how)}." if codes else ""
+
+
+def judged(folder: Path, world_size: int, run: Callable[[list[str]], str], problem: str = "") -> WorldReport:
     """Return the report of what all ranks recorded in a folder.
 
-    ``run`` runs the script in processes of these names, and says where they wait if they do not end, as ``hang`` does.
+    ``run`` runs the script in processes of these names, and says why one has no record, as ``problem`` does.
     """
     records = _records(folder)
     missing = sorted({*range(world_size)} - {x.rank for x in records})
@@ -154,15 +162,14 @@ def judged(folder: Path, world_size: int, run: Callable[[list[str]], str], hang:
     def run_again(setting: Setting) -> Record:
         name = f"one{len(list(folder.glob('one*.setting')))}"
         _write(setting, folder / f"{name}.setting")
-        waits = run([name])
+        why = run([name]) or "no record."
         path = folder / f"{name}.record"
         if path.exists():
             return _read(path)
-        why = f"no error, and leaves {waits}" if waits else "an error, or ends, without a record."
-        return Record(error=f"{why} Its last output:\n{_log(folder, name)}")
+        return Record(error=f"no error, and leaves {why} Its last output:\n{_log(folder, name)}")
 
     refused = next((x.problem for x in records if x.problem), "")
-    failed = WorldReport(world_size, problem=refused or hang or f"ranks {missing} ended without a record")
+    failed = WorldReport(world_size, problem=refused or problem or f"ranks {missing} ended without a record")
     report = failed if missing else assemble(records, run_again)
     rank = next((x.rank for x in records if x.error), missing[0] if missing else 0)
     log = "" if refused or (not missing and all(x.steps for x in records)) else _log(folder, f"rank{rank}")

@@ -45,14 +45,15 @@ def _start(
 
 
 def _watch(process: "subprocess.Popen[bytes]", ended: Path) -> None:
-    process.wait()
+    status = process.wait()
     _kill(process)
-    ended.touch()
+    ended.write_text(str(status))
 
 
 def _end(running: list[tuple["subprocess.Popen[bytes]", threading.Thread]]) -> None:
-    for process, _ in running:
-        _kill(process)
+    for process, watch in running:
+        if watch.is_alive():  # the number of one that has ended may be that of another program by now
+            _kill(process)
     while running:
         running.pop()[1].join()
 
