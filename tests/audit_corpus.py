@@ -122,12 +122,19 @@ def judgement(parts: Parts, report: WorldReport) -> str:
     return f"{'fallback' if names == ['not recognised'] else word}: {said}"
 
 
+# What each process of an audit would import by itself
+IMPORTS = ["tests.audit_corpus", "accelerate", "transformers.trainer", "lightning", "lightning.fabric"]
+
+
 def main(*words: str) -> None:
+    from contrastive_zoo.testing._rank import prepared_forkserver
     from tests.audit_trainings import audit_apart
 
     processes = 3 if "3" in words else 2
     words = tuple(x for x in words if x not in ("-W", "2", "3"))
     counts: dict[str, Counter[str]] = {"right": Counter(), "wrong": Counter()}
+    with prepared_forkserver(IMPORTS):
+        pass  # the fork server lives on
     for name, parts in TRAININGS.items():
         kind = "wrong" if parts.mistake else "right"
         if all(x in (kind, parts.trainer) or x in name for x in words):
