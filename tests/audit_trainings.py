@@ -400,6 +400,17 @@ def _(x: Any) -> None:
     x.loss = lambda *views: OpenClip.loss(x, *(y + torch.randn_like(y) for y in views))
 
 
+@variant("pairs with noise in an order that the loop draws, both views in one call", base=OpenClip)
+def _(x: Any) -> None:
+    torch.manual_seed(x.rank)
+
+    def loss(*views: Tensor) -> Tensor:
+        order = torch.randperm(len(views[0]))
+        return x.loss_fn(*x.model(torch.cat([(y + torch.randn_like(y))[order] for y in views])).chunk(2))
+
+    x.loss = loss
+
+
 @variant("a learning rate that is scaled with W, a sum over the global batch by all_reduce", base=Plain)
 def _(x: Any) -> None:
     x.make_optimizer = partial(torch.optim.AdamW, lr=1e-3 * x.world_size)

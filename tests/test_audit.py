@@ -116,6 +116,16 @@ def test_views_are_not_drawn_again(worlds: Worlds) -> None:
     assert "dropout was switched off" in str(report)
 
 
+def test_both_orders_of_views_are_tried_where_none_is_closer(worlds: Worlds) -> None:
+    (name,) = (x for x in audit_trainings.TRAININGS if x.startswith("pairs with noise"))
+
+    def without_distances() -> AuditReport:
+        with patch.object(rerun, "_distance", lambda x, y: 1.0):
+            return audit_here(OWN, name)
+
+    require(worlds.run(2, without_distances)[0], [])
+
+
 def test_every_diagnosis_has_a_reason_and_a_fix_and_the_page_names_only_these() -> None:
     for name, mistake in MISTAKES.items():
         assert mistake.why.endswith("."), name

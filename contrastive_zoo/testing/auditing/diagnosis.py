@@ -35,7 +35,9 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     if report.problem:
         return report
     run = functools.cache(run)
-    steps = [StepEvidence(index, records, run) for index in range(min(len(x.steps) for x in records))]
+    steps = _steps(records, run)
+    if steps and run(Setting()).is_unsure and any(_differing(steps)):
+        steps = min([steps, _steps(records, run, True), _steps(records, run, False)], key=_differing)
     differing = (i + 1 for i, x in enumerate(steps[: report.steps]) if any(y.differs for y in x.quantities))
     compared = steps[: next(differing, report.steps)]  # later steps start from another state than one process
     report.quantities = _largest([x.quantities for x in compared])
@@ -58,6 +60,18 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     if off and not report.findings:
         report.findings = [Diagnosis(NOT_RECOGNISED, "; ".join(off))]
     return report
+
+
+def _steps(records: Sequence[Record], run: RunAgain, by_view: bool | None = None) -> list[StepEvidence]:
+    def run_in_order(setting: Setting) -> Record:
+        return run(setting._replace(by_view=by_view))
+
+    return [StepEvidence(index, records, run_in_order) for index in range(min(len(x.steps) for x in records))]
+
+
+def _differing(steps: Sequence[StepEvidence]) -> list[int]:
+    """Return how many quantities of each step are not those of one process, or not compared."""
+    return [sum(not (x.ok or x.is_noted) for x in step.quantities) for step in steps]
 
 
 def _largest(steps: Sequence[Sequence[Quantity]]) -> list[Quantity]:

@@ -112,6 +112,7 @@ class Recorder:
         self.record.loaders = [x if i in self.record.trained_on else [] for i, x in enumerate(self.record.loaders)]
         if self.rerun is not None:
             self.record.problem, self.record.takes_all = self.rerun.problem, self.rerun.takes_all
+            self.record.is_unsure = self.rerun.is_unsure
         return self.record
 
     def _has_group(self) -> bool:

@@ -133,6 +133,7 @@ class Record:
     lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
     optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
+    is_unsure: bool = False  # of a rerun, whether a call's samples may have two orders that are about as close
     takes_all: bool = False  # of a rerun, whether each rank's modules got all samples of its batches
     skipped: int = 0  # steps of optimizers before a process group, as those of a reference on one process
 
