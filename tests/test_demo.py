@@ -1,4 +1,4 @@
-"""A short run of the whole demo: right jobs agree with one process, wrong recipes differ; the page and the notebook."""
+"""A short run of the whole demo, and of the example of retrieval: right jobs agree with one process, wrong ones differ."""
 
 import contextlib
 import io
@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from contrastive_zoo.testing.worlds import Worlds
+
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_metric_learning")
 
-from examples import demo
+from examples import demo, text_retrieval
+from examples.docstrings import texts
 
 pytestmark = pytest.mark.trainers
 
@@ -56,3 +59,16 @@ def test_the_notebook_prints_what_it_stores() -> None:
         with contextlib.redirect_stdout(out):
             exec(compile(source, "notebook", "exec"), namespace)
         assert out.getvalue() == stored
+
+
+def test_training_on_docstrings_is_the_same_on_two_processes(worlds: Worlds) -> None:
+    short = text_retrieval.Settings(epochs=2, width=8, mine_every=2, learning_rate=1e-2, chunk_tokens=400, chunks=5)
+    data = texts(("logging", "json"))
+    (expected,) = worlds.run(1, text_retrieval.train, data, short)
+    for found in worlds.run(2, text_retrieval.train, data, short):
+        assert (found.weights - expected.weights).abs().max() <= 1e-10
+        assert found.losses == pytest.approx(expected.losses, abs=1e-10)
+        assert found.scores == expected.scores
+    assert sum(expected.losses[-3:]) < sum(expected.losses[:3])
+    local = text_retrieval.train(data, short._replace(epochs=1), local=True)
+    assert abs(local.losses[0] - expected.losses[0]) > 0.1  # fewer negatives

