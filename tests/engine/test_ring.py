@@ -1,11 +1,10 @@
-"""A ring: what is refused, and its precision; tests/test_contract.py has its results, tests/test_explain.py its bytes."""
+"""A ring: refusals and precision; tests/test_contract.py has its results, tests/test_explain.py what it sends."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -19,28 +18,6 @@ from tests.losses import zoo_softmax
 from tests.random_steps.rank import limits
 from tests.random_steps.test_random_steps import SHARED
 from tests.zoo import ZOO, Entry
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [cz.Triplet(mining="hard"), cz.SmoothAP(), cz.DCL(), cz.SupCon(variant="in"), cz.MNRL(false_negative_margin=0.1),
-     cz.VICReg(), cz.ArcFace(3, 2), cz.CrossBatchMemory(cz.InfoNCE(), 4, 2), torch.dist],
-    ids=lambda x: type(x).__name__,
-)  # fmt: skip
-def test_a_loss_that_needs_all_candidates_says_why(loss: Any) -> None:
-    with pytest.raises(ValueError, match=r"with a ring, candidates pass from rank to rank. .* cannot be computed so: "):
-        cz.DistributedLoss(loss, ring=True)
-
-
-def test_a_composition_names_the_member() -> None:
-    with pytest.raises(ValueError, match="WeightedSum cannot be computed so: VICReg: it sums statistics"):
-        cz.DistributedLoss(cz.WeightedSum([cz.NTXent(), cz.VICReg()]), ring=True)
-
-
-@pytest.mark.parametrize("option", [2, "all", torch.zeros(2, 2), ((0,), (1,)), None], ids=str)
-def test_what_is_no_flag(option: Any) -> None:
-    with pytest.raises(ValueError, match="DistributedLoss: ring is True or False, got "):
-        cz.DistributedLoss(cz.SigLIP(), ring=option)
 
 
 def errors_of_rows() -> list[str | None]:

@@ -31,26 +31,17 @@ def table(chip: int, dtype: str, precision: str, *inner: str) -> list[dict[str, 
     return json.loads(run.stdout)
 
 
-SLOW = pytest.mark.skipif(
-    "not __import__('os').environ.get('ALL_DTYPES')", reason="takes minutes; ALL_DTYPES=1 runs it"
-)
-
-
+EVERY = bool(os.environ.get("ALL_DTYPES"))
 DTYPES = [("bfloat16", "tf32"), ("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee")]
+CASES = [(chip, *of) for chip in (90, 80) for of in DTYPES][: None if EVERY else 1]
+"""The others take minutes."""
 
 
-@pytest.mark.parametrize(
-    ("chip", "dtype", "precision"),
-    [
-        (90, "bfloat16", "tf32"),
-        *(pytest.param(chip, *of, marks=SLOW) for chip in (80, 90) for of in DTYPES if (chip, of) != (90, DTYPES[0])),
-    ],
-)
+@pytest.mark.parametrize(("chip", "dtype", "precision"), CASES)
 def test_kernels_fit_the_chip(chip: int, dtype: str, precision: str) -> None:
-    every = bool(os.environ.get("ALL_DTYPES"))
-    rows = table(chip, dtype, precision, *([] if every else ["inner"]))
+    rows = table(chip, dtype, precision, *([] if EVERY else ["inner"]))
     if dtype == "bfloat16":
-        assert len(rows) == (5 if chip == 80 else 8 if every else 3)
+        assert len(rows) == (5 if chip == 80 else 8 if EVERY else 3)
     for row in rows:
         assert row["spills"] == 0, row
         assert row["shared"] <= SHARED[chip], row

@@ -138,6 +138,12 @@ def no_miner(embeddings: Tensor, labels: Tensor) -> None:
     pass
 
 
+OF_ALL: list[Any] = [
+    cz.Triplet(mining="hard"), cz.SmoothAP(), cz.DCL(), cz.SupCon(variant="in"), cz.MNRL(false_negative_margin=0.1),
+    cz.VICReg(), cz.ArcFace(3, 2), cz.CrossBatchMemory(cz.InfoNCE(), 4, 2), torch.dist,
+]  # fmt: skip
+"""Losses that compare with all candidates at once."""
+
 BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.Clip(symmetric=False), "Clip has no setting 'symmetric' … normalize, reduction, check_fi"),
     (lambda: cz.MultiPositive()(EYE, EYE[:2], Y), "MultiPositive: key_ids are missing"),
@@ -224,6 +230,18 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
     *((lambda x=x: cz.World.of(x), "process_group: a process group, a 1-d") for x in (1, "dp", object)),
     (lambda: cz.average_gradients([]), "got list"),
+    *(
+        (lambda x=x: cz.DistributedLoss(x, ring=True), "with a ring, candidates pass … cannot be computed so: ")
+        for x in OF_ALL
+    ),
+    (
+        lambda: cz.DistributedLoss(cz.WeightedSum([cz.NTXent(), cz.VICReg()]), ring=True),
+        "WeightedSum cannot … so: VICReg",
+    ),
+    *(
+        (lambda x=x: cz.DistributedLoss(cz.SigLIP(), ring=x), "ring is True or False, got ")
+        for x in (2, "all", EYE, None)
+    ),
     (lambda: cz.GradCache(nn.Linear(3, 2), 0), "chunk_size=0"),
     (lambda: cz.GradCache(lambda x: x, 2), "torch.nn.Module … got function"),
     (lambda: cz.GradCache(nn.Linear(3, 2)), "chunk_size=None and chunk_tokens=None"),

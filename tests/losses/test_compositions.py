@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -15,27 +13,21 @@ from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, common_error, numbers
-
-
-class Hinge(cz.RowLoss):
-    def __init__(self) -> None:
-        super().__init__(normalize=False)
-        self.margin = nn.Parameter(torch.tensor(0.25))
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        return F.softplus(similarity + self.margin).where(negative, 0).sum(1), negative.any(1)
+from tests.zoo import BatchHard
 
 
 def nested_views() -> cz.WeightedSum:
     """Whole rows, prefixes, and rows that are not normalised; one and two towers, by both engines; one temperature."""
     t = cz.LearnableTemperature(0.5)
     prefixes = cz.Matryoshka(cz.InfoNCE(temperature=t, symmetric=True), dims=(2, 4), weights=[0.5, 2.0])
-    losses = [cz.NTXent(temperature=t), prefixes, cz.InfoNCE(normalize=False), cz.DCL(), cz.AlignUniform(), Hinge()]
+    losses = [cz.NTXent(temperature=t), prefixes, cz.InfoNCE(normalize=False), cz.DCL(), cz.AlignUniform(), BatchHard()]
     return cz.WeightedSum(losses, weights=[1.0, 0.3, 1.0, 1.0, 1.0, -0.1])
 
 
 def nested_classes() -> cz.WeightedSum:
-    return cz.WeightedSum([cz.Matryoshka(cz.SupCon(), dims=(2, 3, 5)), cz.NCA(), cz.SupCon(normalize=False), Hinge()])
+    return cz.WeightedSum(
+        [cz.Matryoshka(cz.SupCon(), dims=(2, 3, 5)), cz.NCA(), cz.SupCon(normalize=False), BatchHard()]
+    )
 
 
 @pytest.mark.parametrize(("make", "call"), [(nested_views, "views"), (nested_classes, "labels")])
