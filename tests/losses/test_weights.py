@@ -1,4 +1,4 @@
-"""Weights of classes that are dealt out over ranks."""
+"""Weights of classes that are split over ranks."""
 
 import copy
 import pickle
