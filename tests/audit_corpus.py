@@ -87,6 +87,7 @@ MISTAKES: list[tuple[str, dict[str, str]]] = [
     ("not optimized", {"clears": "not optimized"}),
     ("never zeroed", {"clears": "the model"}),
     ("accumulation not divided", {"trainer": "accumulation, not divided"}),
+    ("accumulation divided twice", {"trainer": "accumulation, divided twice"}),
     ("not reduced", {"trainer": "no average"}),
 ]
 

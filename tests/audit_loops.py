@@ -318,6 +318,7 @@ TRAINERS: dict[str, Callable[[Parts], None]] = {
     "FSDP1": partial(loop, wrap=in_fsdp1, after_backward=lambda model: model.clip_grad_norm_(1.0)),
     "accumulation": accumulation,
     "accumulation, not divided": partial(accumulation, divisor=1),
+    "accumulation, divided twice": partial(accumulation, divisor=4),
     "FGSM": adversarial,
     "LBFGS": closures,
     "Accelerate": accelerated,

@@ -6,7 +6,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from contrastive_zoo.testing.auditing.launch import (
 )
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 from tests.digits import (
-    LEARNING_RATE,
     SAMPLES,
     Right,
     add_up,
@@ -46,14 +44,6 @@ from tests.interpreter import forked
 
 TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
 """Trainings by name, each with the diagnosis that is expected; None for a right one."""
-
-
-def training(name: str, mistake: str | None = None) -> Callable[[type], type]:
-    def register(cls: type) -> type:
-        TRAININGS[name] = cls, mistake
-        return cls
-
-    return register
 
 
 def variant(name: str, mistake: str | None = None, base: type = Right) -> Callable[[Callable[[Any], None]], None]:
@@ -120,63 +110,31 @@ def _(x: Any) -> None:
     x.loss = loss
 
 
-class Plain:
-    """Two views of images, a loop over a DataLoader, SGD: right, with what a class overrides."""
+class Views(Dataset[tuple[Tensor, Tensor]]):
+    """Two views of images, with an augmentation."""
 
-    make_optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    make_encoder: Callable[[], nn.Module] = staticmethod(make_encoder)
+    def __init__(self, noise: float = 0.0) -> None:
+        self.images, self.noise = make_dataset(96).tensors[0], noise
 
-    def __init__(self) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.encoder = self.make_encoder()
-        self.model: nn.Module = DistributedDataParallel(self.encoder)
-        self.images = make_dataset(96).tensors[0]
+    def __len__(self) -> int:
+        return len(self.images)
 
-    def make_sampler(self) -> DistributedSampler[Any]:
-        return DistributedSampler(self.images)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def backward(self, x: Tensor, y: Tensor) -> None:
-        self.loss(x, y).backward()
-
-    def clip(self) -> None:
-        """Change gradients before the optimizer receives them."""
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def end_step(self) -> None:
-        """Do what follows the optimizer."""
-
-    def train(self) -> None:
-        self.optimizer = self.make_optimizer(self.model.parameters())
-        for images in DataLoader(self.images, 16 // self.world_size, sampler=self.make_sampler()):
-            self.optimizer.zero_grad()
-            self.backward(images, images.flip(1))
-            self.clip()
-            self.step()
-            self.end_step()
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.images[index] + self.noise * torch.randn_like(self.images[index])
+        return image, image.flip(0)
 
 
-def logits_of(x: Tensor, y: Tensor) -> Tensor:
-    return 5 * nn.functional.normalize(x) @ nn.functional.normalize(y).T
-
-
-def clip_loss(x: Tensor, y: Tensor) -> Tensor:
-    logits, target = logits_of(x, y), torch.arange(len(x))
+def clip_loss(x: Tensor, y: Tensor, scale: Tensor | float = 5.0) -> Tensor:
+    logits, target = scale * nn.functional.normalize(x) @ nn.functional.normalize(y).T, torch.arange(len(x))
     return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
 
 
 class ClipLoss(nn.Module):
     """The loss of CLIP as its users write it: rank and number of processes are arguments."""
 
-    def __init__(self, rank: int, world_size: int, gather_with_grad: bool) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
-        self.rank, self.world_size, self.gather_with_grad = rank, world_size, gather_with_grad
+        self.rank, self.world_size, self.gather_with_grad = rank, world_size, True
 
     def gathered(self, x: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -188,25 +146,32 @@ class ClipLoss(nn.Module):
         parts[self.rank] = x
         return torch.cat(parts)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return clip_loss(self.gathered(x), self.gathered(y))
+    def forward(self, x: Tensor, y: Tensor, *scale: Tensor) -> Tensor:
+        return clip_loss(self.gathered(x), self.gathered(y), *scale)
 
 
-@training("ClipLoss(rank, world_size) that gathers with gradient")
-class OpenClip(Plain):
-    gather_with_grad = True
+class OpenClip(Right):
+    """Two views of images, and ClipLoss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss_fn = ClipLoss(self.rank, self.world_size, self.gather_with_grad)
+        self.loss_fn = ClipLoss(self.rank, self.world_size)
+        self.load(Views(), shards=self.world_size)
+
+    def load(self, data: Dataset[Any], *, shards: int = 0, shard: int | None = None) -> None:
+        """Load a shard of the data, by default this rank's; or all of them, whatever the rank."""
+        shard = self.rank if shard is None else shard
+        sampler = DistributedSampler(data, shards, shard) if shards else None
+        self.loader = DataLoader(data, 16 // (shards or 1), sampler=sampler)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Leave the first order: no training takes a second epoch."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.loss_fn(self.model(x), self.model(y))
 
 
-@training("ClipLoss(rank, world_size) that gathers without gradient", "own slice")
-class OpenClipOwnSlice(OpenClip):
-    gather_with_grad = False
+TRAININGS["ClipLoss(rank, world_size) that gathers with gradient"] = OpenClip, None
 
 
 class Clip(nn.Module):
@@ -220,29 +185,25 @@ class Clip(nn.Module):
         return self.encoder(x), self.encoder(y), self.logit_scale.exp()
 
 
-@training("the scale of the logits in the model, a gather that keeps its own slice", "own slice")
-class OpenClipScale(OpenClipOwnSlice):
-    make_encoder = staticmethod(Clip)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y, scale = self.model(x, y)
-        x, y = map(self.loss_fn.gathered, map(nn.functional.normalize, (x, y)))
-        return nn.functional.cross_entropy(scale * x @ y.T, torch.arange(len(x)))
+def with_scale(x: Any) -> None:
+    x.model = DistributedDataParallel(Clip())
+    x.loss = lambda *views: x.loss_fn(*x.model(*views))
 
 
-@training("the scale of the logits in the model, a gather with gradient")
-class OpenClipScaleRight(OpenClipScale):
-    gather_with_grad = True
+@variant("the scale of the logits in the model, a gather that keeps its own slice", "own slice", base=OpenClip)
+def _(x: Any) -> None:
+    with_scale(x)
+    x.loss_fn.gather_with_grad = False
+
+
+@variant("the scale of the logits in the model, a gather with gradient", base=OpenClip)
+def _(x: Any) -> None:
+    with_scale(x)
 
 
 @variant("a learning rate of one rank", "unequal settings", base=OpenClip)
 def _(x: Any) -> None:
     x.make_optimizer = partial(torch.optim.SGD, lr=0.1 * (1 + x.rank))
-
-
-@variant("a weight decay of one rank", "unequal settings", base=OpenClip)
-def _(x: Any) -> None:
-    x.make_optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1 * x.rank)
 
 
 @variant("a limit of clipping of one rank", "unequal settings", base=OpenClip)
@@ -257,7 +218,7 @@ def _(x: Any) -> None:
 
 @variant("the module in DDP is called", "not reduced", base=OpenClip)
 def _(x: Any) -> None:
-    x.loss = lambda *views: x.loss_fn(*map(x.encoder, views))
+    x.loss = lambda *views: x.loss_fn(*map(x.model.module, views))
 
 
 @variant("an overflow under GradScaler", base=OpenClip)
@@ -272,47 +233,45 @@ def _(x: Any) -> None:
     x.step = step
 
 
-@training("a teacher of moving averages, and a queue in a plain attribute")
 class Momentum(OpenClip):
     def __init__(self) -> None:
         super().__init__()
+        self.loss_fn.gather_with_grad = False  # keys have none
         self.teacher = make_encoder().requires_grad_(False)
         self.teacher.queue = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)).double()
+        self.share, self.gathered = 0.2, self.loss_fn.gathered
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             keys = nn.functional.normalize(self.teacher(y))
-            gathered = self.keys(keys)
+            gathered = self.gathered(keys)
         z = nn.functional.normalize(self.model(x))
         logits = torch.cat([(z * keys).sum(1, keepdim=True), z @ self.teacher.queue.T], 1) / 0.2
         self.teacher.queue = torch.cat([gathered, self.teacher.queue])[:32]
         return nn.functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
 
-    def updates(self) -> bool:
-        return True
-
-    def keys(self, keys: Tensor) -> Tensor:
-        return ClipLoss(self.rank, self.world_size, False).gathered(keys)
-
     def end_step(self) -> None:
         with torch.no_grad():
-            for x, y in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
-                x.lerp_(y, 0.2 if self.updates() else 0.0)
+            for x, y in zip(self.teacher.parameters(), self.model.module.parameters(), strict=True):
+                x.lerp_(y, self.share)
+
+
+TRAININGS["a teacher of moving averages, and a queue in a plain attribute"] = Momentum, None
 
 
 @variant("a teacher that rank 0 alone updates", "unequal state", base=Momentum)
 def _(x: Any) -> None:
-    x.updates = lambda: x.rank == 0
+    x.share = 0.0 if x.rank else 0.2
 
 
 @variant("a queue of the local keys", "unequal state", base=Momentum)
 def _(x: Any) -> None:
-    x.keys = lambda keys: keys
+    x.gathered = lambda keys: keys
 
 
 def take_part(x: Any, augment: Callable[[Tensor], Tensor] = lambda y: y) -> None:
     """Load the same batches on every rank, of which each takes a part."""
-    x.make_sampler = lambda: None
+    x.load(Views())
     x.loss = lambda *views: OpenClip.loss(x, *(augment(y.tensor_split(x.world_size)[x.rank]) for y in views))
 
 
@@ -329,29 +288,15 @@ def _(x: Any) -> None:
 
 @variant("one shard, with noise in the loop", "same shard", base=OpenClip)
 def _(x: Any) -> None:
-    x.make_sampler = lambda: DistributedSampler(x.images, x.world_size, 0)
+    x.load(Views(), shards=x.world_size, shard=0)
     torch.manual_seed(x.rank)
     x.loss = lambda *views: OpenClip.loss(x, *(y + torch.randn_like(y) for y in views))
 
 
-class Noisy(Dataset[Tensor]):
-    """Samples with an augmentation."""
-
-    def __init__(self, images: Tensor) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.images[index] + torch.randn_like(self.images[index])
-
-
 @variant("one shard, with noise in the dataset", "same shard", base=OpenClip)
 def _(x: Any) -> None:
-    x.images = Noisy(x.images)
     torch.manual_seed(x.rank)
-    x.make_sampler = lambda: DistributedSampler(x.images, x.world_size, 0)
+    x.load(Views(noise=1.0), shards=x.world_size, shard=0)
 
 
 class Sentences(nn.Module):
@@ -365,27 +310,17 @@ class Sentences(nn.Module):
         return self.layer(self.table(ids), src_key_padding_mask=ids == 0)[:, 0]
 
 
-@training("a transformer with dropout, each batch padded to its longest sentence")
-class Tokens(OpenClip):
-    make_encoder = staticmethod(lambda: Sentences().double())
-
-    def train(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        lengths = torch.randint(3, 12, (2, 96), generator=generator).tolist()
-        pairs = [[torch.randint(1, 30, (n,), generator=generator) for n in pair] for pair in zip(*lengths, strict=True)]
-        torch.manual_seed(self.rank)
-        optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        collate = partial(map, partial(nn.utils.rnn.pad_sequence, batch_first=True))
-        loader = DataLoader(
-            pairs,  # type: ignore[arg-type]  # a list is a dataset
-            16 // self.world_size,
-            sampler=DistributedSampler(pairs),  # type: ignore[arg-type]  # as above
-            collate_fn=lambda batch: [*collate(zip(*batch, strict=True))],
-        )
-        for x, y in loader:
-            optimizer.zero_grad()
-            self.loss(x, y).backward()
-            optimizer.step()
+@variant("a transformer with dropout, each batch padded to its longest sentence", base=OpenClip)
+def _(x: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 12, (96, 2), generator=generator).tolist()
+    pairs: Any = [[torch.randint(1, 30, (n,), generator=generator) for n in pair] for pair in lengths]
+    collate = partial(map, partial(nn.utils.rnn.pad_sequence, batch_first=True))
+    x.load(pairs, shards=x.world_size)
+    x.loader.collate_fn = lambda batch: [*collate(zip(*batch, strict=True))]
+    x.model = DistributedDataParallel(Sentences().double())
+    x.make_optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    torch.manual_seed(x.rank)
 
 
 class DropPath(nn.Module):
@@ -411,13 +346,13 @@ def _(x: Any) -> None:
     x.loss = loss
 
 
-@variant("a learning rate that is scaled with W, a sum over the global batch by all_reduce", base=Plain)
+@variant("a learning rate that is scaled with W, a sum over the global batch by all_reduce", base=OpenClip)
 def _(x: Any) -> None:
     x.make_optimizer = partial(torch.optim.AdamW, lr=1e-3 * x.world_size)
+    x.loss_fn = nn.Identity()
     x.loss = lambda *views: clip_loss(*(cz.collectives.all_gather(x.model(view)) for view in views))
 
 
-@training("a reference on one process before the group")
 class AfterReference(OpenClip):
     def __init__(self) -> None:
         model = nn.Linear(2, 2)
@@ -428,16 +363,7 @@ class AfterReference(OpenClip):
         super().__init__()
 
 
-@training("an accumulation that is divided twice", "accumulation divided twice")
-class DividedTwice(Right):
-    def train(self) -> None:
-        optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE)
-        for i, batch in enumerate(self.loader):
-            with nullcontext() if i % 4 == 3 else self.model.no_sync():
-                (self.loss(*batch) / 16).backward()
-            if i % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
+TRAININGS["a reference on one process before the group"] = AfterReference, None
 
 
 def run(name: str) -> Any:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,6 +33,8 @@ def make_loss() -> nn.Module:
 
 def make_dataset(samples: int = SAMPLES) -> TensorDataset:
     """Return images [samples, 64] in [0, 1] and labels [samples]."""
+    from sklearn.datasets import load_digits  # a second: not where tests are collected
+
     images, labels = load_digits(return_X_y=True)
     return TensorDataset(torch.from_numpy(images[:samples] / 16), torch.from_numpy(labels[:samples]))
 
@@ -63,8 +64,8 @@ class Right:
         self.loss_fn: nn.Module = cz.DistributedLoss(make_loss())
         self.loader = make_loader(self.rank, self.world_size)
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return [*self.model.parameters(), *self.loss_fn.parameters()]
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9)
 
     def start_epoch(self, epoch: int) -> None:
         self.loader.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]  # torch does not type it
@@ -72,14 +73,25 @@ class Right:
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         return self.loss_fn(self.model(images), labels)
 
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
+    def backward(self, *batch: Tensor) -> None:
+        self.loss(*batch).backward()
+
+    def clip(self) -> None:
+        """Change gradients before the optimizer receives them."""
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def end_step(self) -> None:
+        """Do what follows the optimizer."""
 
     def train(self) -> None:
-        optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE, momentum=0.9)
+        self.optimizer = self.make_optimizer([*self.model.parameters(), *self.loss_fn.parameters()])
         for epoch in range(EPOCHS):
             self.start_epoch(epoch)
-            for images, labels in self.loader:
-                self.zero_grad(optimizer)
-                self.loss(images, labels).backward()
-                optimizer.step()
+            for batch in self.loader:
+                self.optimizer.zero_grad()
+                self.backward(*batch)
+                self.clip()
+                self.step()
+                self.end_step()
