@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_metric_learning import losses
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-
-pytest.importorskip("pytorch_metric_learning")
-
-from pytorch_metric_learning import losses
-
 from tests.helpers import numbers
 from tools.pml_matrix import CLASSES, LABELS, OF_ITS_BATCH, SAMPLES, WIDTH, Case, parts
 

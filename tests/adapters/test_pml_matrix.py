@@ -8,15 +8,11 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-
-pytest.importorskip("pytorch_metric_learning")
-
-from pytorch_metric_learning import losses, miners
-
 from tests.helpers import EVERY_CASE, numbers, refused
 from tools.comparison import Batch, Compared, Run, measure, train
 from tools.pml_matrix import BASES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs

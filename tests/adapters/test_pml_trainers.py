@@ -5,19 +5,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_metric_learning import losses, miners, reducers, trainers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import contrastive_zoo as cz
+from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, distance, numbers
-
-pytest.importorskip("pytorch_metric_learning")
-
-from pytorch_metric_learning import losses, miners, reducers, trainers
-
-from contrastive_zoo.data.miner import DistributedMiner
 
 pytestmark = [
     pytest.mark.trainers,

@@ -4,17 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_metric_learning import losses, reducers
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.losses import references
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
-
-pytest.importorskip("pytorch_metric_learning")
-
-from pytorch_metric_learning import losses, reducers
-
 from tests.helpers import assert_says, close, common_error, error_message, later, numbers
 from tools.pml_matrix import AROUND_ANOTHER, BUILT, WIDTH, parts
 
@@ -148,15 +144,13 @@ def memory_of(name: str) -> cz.CrossBatchMemory:
 
 
 OWN = [name for name in CATALOGUE if error_message(lambda name=name: memory_of(name)) is None]
+COMPARED = [name for name in OWN if memory_of(name).memory_input == "candidates"]
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if memory_of(name).memory_input == "candidates"])
+@pytest.mark.parametrize("name", COMPARED)
 def test_losses_of_this_library_in_a_memory_are_those_of_one_batch(name: str) -> None:
+    assert len(OWN) > 20
     for seed in range(4):
         rows, labels = batches(seed)
         loss = later(CATALOGUE[name].make().double(), reduction="none")
         close(in_memory(loss, rows, labels), loss(rows, labels)[EARLIER:])
-
-
-def test_many_losses_of_this_library_are_compared() -> None:
-    assert len(OWN) > 20

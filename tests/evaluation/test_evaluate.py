@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-from sklearn.metrics import top_k_accuracy_score
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics import measurement
@@ -345,9 +344,45 @@ def test_ir_measures_and_torchmetrics_agree_but_where_it_is_said():
             assert found[name] < value if name == "map@10" else found[name] == pytest.approx(value, abs=1e-6), name
 
 
-def test_the_hit_rate_is_scikit_learns_top_k_accuracy():
-    a, b, _, _ = random_rows(40, 40, 6)
-    b = a + b
-    for k in (1, 5):
-        found = cz.metrics.evaluate(a, b, metrics=[f"hit_rate@{k}"], normalize=False)[f"hit_rate@{k}"]
-        assert found == pytest.approx(top_k_accuracy_score(np.arange(40), (a @ b.T).numpy(), k=k))
+def test_a_batch_that_is_refused_leaves_nothing_behind():
+    rows, labels = random_rows(40, 0, 0)[::2]
+    metric = cz.metrics.RetrievalMetrics("map")
+    metric.update(rows[:20], labels[:20])
+    state = {name: [x.clone() for x in batches] for name, batches in metric.batches.items()}
+    refusals = {
+        "no metric recall@r": lambda: cz.metrics.RetrievalMetrics(["map", "recall@r"]),
+        "one per row, got 5 for 20 rows": lambda: metric.update(rows[20:], labels[:5]),
+        "one integer per row": lambda: metric.update(rows[20:], labels[20:].float()),
+        "as wide as those of earlier batches": lambda: metric.update(rows[20:, :3], labels[20:]),
+        "gallery_labels belong to a gallery": lambda: metric.update(rows[20:], labels[20:], gallery_labels=labels[20:]),
+        "of one width and dtype, got float64 [8] and": lambda: metric.update(rows[0], labels[20:]),
+        "grades [j], got int64 [3], int64 [3], float32 [2]": lambda: metric.update(
+            rows[20:], judgements=(labels[:3], labels[:3], torch.ones(2))
+        ),
+        "three tensors, got 3": lambda: metric.update(rows[20:], judgements=3),
+    }
+    for says, update in refusals.items():
+        assert says in str(error_message(update)), says
+        assert {name: len(batches) for name, batches in metric.batches.items()} == dict.fromkeys(state, 1)
+        assert all(torch.equal(metric.batches[name][0], x) for name, (x,) in state.items())
+    metric.update(rows[20:], labels[20:])
+    assert metric.compute().item() == cz.metrics.evaluate(rows, labels=labels, metrics=["map"])["map"]
+
+
+def test_numbers_have_one_dtype_also_on_a_rank_that_has_collected_none(worlds):
+    """Integer grades and narrow labels came from the data set; an empty shard has neither."""
+    rows, labels = random_rows(40, 0, 0)[::2]
+
+    def job(rank):
+        judged, labelled, nothing = map(cz.metrics.RetrievalMetrics, ("ndcg", "map", "map"))
+        if rank == 1:
+            ids = torch.arange(40)
+            judged.update(rows.float(), ids=ids, judgements=(ids, ids.roll(1), labels + 1))
+            labelled.update(rows, labels.to(torch.int32))
+        says = str(error_message(nothing.compute))
+        return judged.compute().item(), labelled.compute().item(), says
+
+    ((expected,), *found) = worlds.run(1, job, each=[(1,)]), *worlds.run(3, job, each=[(0,), (1,), (2,)])
+    assert found == [expected] * 3
+    assert expected[1] == cz.metrics.evaluate(rows, labels=labels, metrics=["map"])["map"]
+    assert "before any update()" in expected[2]

@@ -1,6 +1,5 @@
 """Wrong losses of several processes, as people write them, with the mistake that the doctor names; and right ones."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,14 +40,10 @@ class Known:
 WRONG_LOSSES: list[Known] = []
 
 
-def in_words(name: str) -> str:
-    return re.sub(r"_|(?<=.)(?=[A-Z])", " ", name).strip().lower()
-
-
 def _wrong(mistake: str, call: Call = "views") -> Callable[[Any], Any]:
     def register(made: Any) -> Any:
         make = made if isinstance(made, type) else lambda: made
-        WRONG_LOSSES.append(Known(in_words(made.__name__), make, call, mistake))
+        WRONG_LOSSES.append(Known(made.__name__, make, call, mistake))
         return made
 
     return register
@@ -95,12 +90,6 @@ def gradient_reduced_twice(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-@_wrong("own rank first")
-def own_queries_first_with_documents_in_rank_order(queries, documents):
-    a, b = unit(queries, documents)
-    return symmetric_cross_entropy(3.0 * scale_gradient(world_size(), own_first(a)) @ all_gather(b).T)
-
-
 @_wrong("own rank first", "labels")
 def own_rows_first_and_the_first_positive_of_a_tie(embeddings, labels):
     z, y = scale_gradient(world_size(), own_first(embeddings)), own_first(labels)
@@ -116,16 +105,6 @@ def self_mask_with_an_offset_of_equal_shards(embeddings, labels):
     positive = (labels[:, None] == y) & ~self_pair
     log_p = F.log_softmax((local @ z.T).masked_fill(self_pair, -30.0), 1)
     return global_mean(-(log_p * positive).sum(), len(local))
-
-
-@_wrong("mask without offset")
-def offset_of_the_next_rank(view1, view2):
-    a, b = unit(view1, view2)
-    rank, size = rank_and_size()
-    start = sum(shard_sizes(a)[: (rank + 1) % size])
-    targets = (torch.arange(len(a)) + start) % sum(shard_sizes(a))
-    total = F.cross_entropy(3.0 * a @ all_gather(b).T, targets, reduction="sum")
-    return global_mean(total, len(a))
 
 
 def hardest(local, labels, positives, negatives):
@@ -183,16 +162,6 @@ class CenterOfThisRank(Centred):
         return teacher.sum(0) / max(len(teacher), 1)
 
 
-@_wrong("different random numbers")
-class DirectionsFromASeedPerRank(nn.Module):
-    """A statistic of random projections, as SIGReg's, whose directions are others on every rank."""
-
-    def forward(self, view1, view2):
-        generator = torch.Generator().manual_seed(rank_and_size()[0])
-        directions = torch.randn(view1.shape[1], 4, generator=generator)
-        return (all_reduce((view1 @ directions).sum(0)) / sum(shard_sizes(view1))).square().sum()
-
-
 @_wrong("different random numbers", "labels")
 class ProxiesFromASeedPerRank(nn.Module):
     """Proxies that are no parameters."""
@@ -214,8 +183,9 @@ def _right(call: Call = "views", *, searched: bool = False, wrap: bool = False) 
 
     def register(made: Any) -> Any:
         make = made if isinstance(made, type) else lambda: made
-        name = in_words(made.__name__)
-        RIGHT_LOSSES.append(Known(name, (lambda: cz.DistributedLoss(make())) if wrap else make, call, None, searched))
+        RIGHT_LOSSES.append(
+            Known(made.__name__, (lambda: cz.DistributedLoss(make())) if wrap else make, call, None, searched)
+        )
         return made
 
     return register

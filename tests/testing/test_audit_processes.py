@@ -1,4 +1,4 @@
-"""The processes of an audit: none outlives it, however it ends, and a script that cannot be audited is refused in words."""
+"""Processes of the command line: none outlives it, however it ends; what cannot be audited is refused in words."""
 
 import math
 import multiprocessing
@@ -28,8 +28,16 @@ from tests.interpreter import torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = """
-import signal
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have the suite ignore it
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.optim" and "INTERRUPTED" in os.environ:
+            os.kill(os.getpid(), signal.SIGINT)
+            print("still imports", file=sys.stderr)  # an import that is called from C swallows the interrupt
+
+sys.meta_path.insert(0, Interrupt())
 from contrastive_zoo.__main__ import main
 main()
 """
@@ -72,6 +80,13 @@ def wait(condition: Callable[[], object], seconds: float = 240.0) -> bool:
     return bool(condition())
 
 
+def started(folder: Path, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments], env=os.environ | {"PYTHONPATH": str(ROOT)} | variables, cwd=folder,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
 def processes_with(mark: str) -> list[int]:
     """Return the ids of the processes that have inherited a variable of the environment."""
     found = []
@@ -94,9 +109,7 @@ def test_an_interrupted_audit_leaves_no_process_and_no_folder(
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "tmp").mkdir()
     mark = uuid.uuid4().hex
-    variables = os.environ | {"AUDIT_MARK": mark, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMMAND, "audit", "train.py", size]
-    with subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as audit:
+    with started(tmp_path, "audit", "train.py", size, AUDIT_MARK=mark, TMPDIR=str(tmp_path / "tmp")) as audit:
         assert wait(lambda: any(tmp_path.glob(pattern))), moment
         audit.send_signal(number)
         _, error = audit.communicate()
@@ -130,6 +143,32 @@ def test_a_rank_that_is_killed_is_said_with_its_signal(tmp_path: Path) -> None:
 
     report = launch.judged(tmp_path, 2, run, run(["rank0", "rank1"]))
     assert report.problem == "no record: rank 0 ended by signal 9, rank 1 ended with exit status 3."
+
+
+@pytest.mark.audit
+def test_an_interrupt_of_the_import_of_torch_ends_the_command(tmp_path: Path) -> None:
+    with started(tmp_path, "check", "nt-xent", INTERRUPTED="yes") as command:
+        _, error = command.communicate()
+    assert command.returncode == 130, error
+    assert "still imports" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.audit
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the fork server is found in /proc")
+def test_an_interrupt_while_ranks_start_prints_no_traceback(tmp_path: Path) -> None:
+    def imports_in_fork_server(pid: int) -> bool:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        servers = [x for x in children if "forkserver" in Path(f"/proc/{x}/cmdline").read_text()]
+        return any("libtorch" in Path(f"/proc/{x}/maps").read_text() for x in servers)
+
+    with started(tmp_path, "check", "nt-xent") as command:
+        while command.poll() is None and not imports_in_fork_server(command.pid):
+            time.sleep(0.01)
+        os.killpg(command.pid, signal.SIGINT)  # as the terminal does
+        _, error = command.communicate()
+    assert command.returncode == 130, error
+    assert "Traceback" not in error
 
 
 WAITING = """
@@ -250,7 +289,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit()"])
+@pytest.mark.parametrize("end", ["", pytest.param("sys.exit()", marks=pytest.mark.audit)])
 def test_a_script_whose_model_dies_with_its_group_ends(end: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_AT_ONCE + end)

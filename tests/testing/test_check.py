@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing import check, measurement, messages
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.check import NotInvariant, call_form, check_world_size_invariance, examine
+from contrastive_zoo.testing.check import NotInvariant, Report, call_form, check_world_size_invariance, examine
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     Broken,
+    same_value,
     same_value_on_every_rank,
 )
 from contrastive_zoo.testing.loss_evidence import LossEvidence
@@ -29,6 +31,7 @@ from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.mistakes import FACTS, MISTAKES, NOT_RECOGNISED, SIGNATURES, Diagnosis, diagnose, negated
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
+from tests.testing.known_losses import RIGHT_LOSSES, WRONG_LOSSES, Known
 from tools.gallery.recipe import GALLERY, DenseInfoNCE, Recipe, make
 
 RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
@@ -75,6 +78,65 @@ def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> N
     found = None if report.diagnosis is None else report.diagnosis.mistake
     assert found == recipe.mistake, str(report)
     assert report.ok == (recipe.mistake is None)
+
+
+def report(loss: Known, worlds: Worlds) -> Report:
+    return examine(
+        loss.make, world_sizes=(2, 3) if EVERY_CASE else (2,), call=loss.call, width=loss.width, worlds=worlds,
+        max_examples=30 if EVERY_CASE else 3, name=loss.name,
+    )  # fmt: skip
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("loss", [x for x in RIGHT_LOSSES if EVERY_CASE or not x.searched], ids=str)
+def test_a_right_loss_raises_no_alarm(loss: Known, worlds: Worlds) -> None:
+    found = report(loss, worlds)
+    assert found.ok, str(found)
+    assert loss.name != "in_float32" or found.notes == ["computes in float32"]
+
+
+OF_GALLERY = {recipe.mistake for recipe in RECIPES} - {"hang"}
+OTHER_MISTAKES = [x for i, x in enumerate(WRONG_LOSSES) if i % 6 == 0 or x.mistake not in OF_GALLERY]
+
+
+@pytest.mark.audit
+@pytest.mark.usefixtures("shrink_nothing")
+@pytest.mark.parametrize("loss", WRONG_LOSSES if EVERY_CASE else OTHER_MISTAKES, ids=str)
+def test_the_mistake_of_a_wrong_loss_is_named(loss: Known, impatient: Worlds) -> None:
+    found = report(loss, impatient)
+    assert not found.ok
+    assert found.diagnosis.mistake == loss.mistake, str(found)
+
+
+@pytest.mark.audit
+def test_sums_are_rounded_where_embeddings_are_not(worlds: Worlds) -> None:
+    (loss,) = (x for x in RIGHT_LOSSES if x.name == "sharded_anchors_in_float32")
+    # normalised, every embedding is 1 or −1
+    batch = GlobalBatch((3, 2, 2), d=1, labels="same", kind="clustered", seed=6)
+    trial = Trial(Case(loss.make, loss.call), batch, worlds)
+    assert trial.with_noise is not None
+    assert 0 < trial.with_noise.tolerance < 1e-6
+    same_value(trial.with_noise)
+
+
+def with_dropout(embeddings, labels):
+    return make("ignored grad_output")(F.dropout(embeddings, 0.2), labels)
+
+
+def in_float32(view1, view2):
+    return (view1.float() - view2.float()).square().mean()
+
+
+@pytest.mark.audit
+@pytest.mark.usefixtures("shrink_nothing")
+@pytest.mark.parametrize(
+    ("loss", "call", "broken"),
+    [(with_dropout, "labels", "scales_with_grad_output"), (in_float32, "views", "same_value")],
+)
+def test_a_wrong_loss_that_draws_or_rounds_is_found(loss: Any, call: Any, broken: str, impatient: Worlds) -> None:
+    found = examine(lambda: loss, call=call, world_sizes=(2,), max_examples=3, worlds=impatient)
+    assert broken in [str(x.invariant) for x in found.findings]
+    assert loss is with_dropout or found.diagnosis.mistake == "local negatives"
 
 
 @pytest.mark.audit
@@ -267,8 +329,10 @@ def test_a_mistake_in_no_table_is_not_recognised_but_measured(make: Callable[[],
     assert all(". Excluded: " in x for x in found.competing)
 
 
-@pytest.mark.parametrize("name", ["own slice", "sharded anchors"])  # found wrong; right within the noise
-@pytest.mark.parametrize("imported", [True, False], ids=["", "mutant"])
+@pytest.mark.audit
+@pytest.mark.parametrize(  # found wrong; right within the noise; the mutant
+    ("name", "imported"), [("own slice", True), ("sharded anchors", True), ("own slice", False)]
+)
 def test_threads_record_after_the_import_of_the_compiler(
     name: str, imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shrink_nothing: None
 ) -> None:

@@ -2,10 +2,7 @@
 
 import os
 import random
-import signal
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 
@@ -139,21 +136,6 @@ def test_a_third_party_loss_is_alone_in_its_thread(pool: Worlds) -> None:
         return cz.DistributedLoss(loss)(rows, torch.zeros(len(rows), dtype=torch.int64)).item(), *sizes
 
     assert pool.run(3, job) == [(12.0, 1)] * 3
-
-
-def test_an_interrupt_ends_the_job_and_its_threads() -> None:
-    def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        while True:
-            time.sleep(0.01)
-
-    before, handler = threading.active_count(), signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), Worlds(threads=True) as pool:
-            pool.run(2, interrupt)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert threading.active_count() == before
 
 
 def test_more_ranks_than_threads_can_be_and_a_torch_without_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

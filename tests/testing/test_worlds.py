@@ -300,8 +300,8 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_job_ends_its_world(processes, tmp_path):
-    before, begun = pids(processes, 2), tmp_path / "begun"
+def test_an_interrupted_job_ends_its_world(worlds, tmp_path):
+    before, begun = [thread for _, thread in who(worlds, 2)], tmp_path / "begun"
 
     def job():
         begun.touch()
@@ -315,9 +315,9 @@ def test_an_interrupted_job_ends_its_world(processes, tmp_path):
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        processes.run(2, job, timeout=math.inf)
+        worlds.run(2, job, timeout=math.inf)
     assert not any(map(alive, before))
-    assert processes.run(2, total) == [2.0, 2.0]
+    assert worlds.run(2, total) == [2.0, 2.0]
 
 
 SCRIPT = """
