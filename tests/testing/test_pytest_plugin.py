@@ -1,17 +1,21 @@
-"""The plugin, in pytest sessions of its own."""
+"""The plugin, in pytest sessions of its own; what the pages on testing teach runs and shows what is measured."""
 
 import importlib
+import pydoc
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["pytester"]
+from contrastive_zoo.testing import check
+from contrastive_zoo.testing.invariants import INVARIANTS
+from contrastive_zoo.testing.mistakes import MISTAKES
+from tools.gallery.recipe import GALLERY
 
-# pytester forgets what is imported after it began, and these cannot be imported twice
-for _name in ("numpy.fft", "torch._dynamo"):
-    importlib.import_module(_name)
+pytest_plugins = ["pytester"]
 
 PLUGIN = "contrastive_zoo.testing.pytest_plugin"
 HEADER = """
@@ -22,8 +26,20 @@ from hypothesis import given, strategies as st
 """
 
 
+PAGES = Path(__file__).parents[2] / "docs" / "pages"
+HOWTO = re.findall(r"^```python\n(.*?)^```", (PAGES / "test-your-own.md").read_text(encoding="utf-8"), re.M | re.S)
+TESTS = [block for block in HOWTO if "def test_" in block]
+
+
 @pytest.fixture
-def run(pytester: pytest.Pytester):
+def imported() -> None:
+    """Import what cannot be imported twice: pytester forgets what is imported after it began."""
+    for name in ("numpy.fft", "torch._dynamo"):
+        importlib.import_module(name)
+
+
+@pytest.fixture
+def run(imported: None, pytester: pytest.Pytester):
     installed = any(entry.name == "contrastive_zoo" for entry in entry_points(group="pytest11"))
 
     def run(source: str, *options: str) -> pytest.RunResult:
@@ -211,11 +227,14 @@ class TestOld(unittest.TestCase):
     )
 
 
-@pytest.mark.parametrize("mark", ["()", "(0)", "('2')", "(2, seconds=3)"])
-def test_a_mark_that_makes_no_sense(run, mark: str) -> None:
-    result = run(f"@pytest.mark.world_sizes{mark}\ndef test(): pass")
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*::*: world_sizes takes *, got *"])
+def test_marks_that_make_no_sense(run, pytester: pytest.Pytester) -> None:
+    marks = {"()": [], "(0)": [0], "('2')": ["2"], "(2, seconds=3)": "seconds as well"}
+    test = "@pytest.mark.world_sizes{}\ndef test(): pass"
+    pytester.makepyfile(**{f"test_{i}": HEADER + test.format(mark) for i, mark in enumerate(marks)})
+    result = run("")
+    result.assert_outcomes(errors=len(marks))
+    text = result.stdout.str()
+    assert all(re.search(rf"world_sizes takes .*{re.escape(str(x))}", text) for x in marks.values()), text
 
 
 def test_it_costs_nothing_until_used() -> None:
@@ -224,3 +243,45 @@ def test_it_costs_nothing_until_used() -> None:
     )
     heavy = {"torch", "numpy", "hypothesis", "cloudpickle", "contrastive_zoo.testing.worlds"}
     assert heavy.isdisjoint(found.stdout.split())
+
+
+@pytest.mark.audit
+def test_the_first_file_has_ten_lines() -> None:
+    assert len([line for line in TESTS[0].splitlines() if line.strip()]) <= 10
+
+
+@pytest.mark.audit
+def test_the_files_of_the_howto_pass(run, pytester: pytest.Pytester) -> None:
+    for name, block in enumerate(TESTS):
+        pytester.makepyfile(**{f"test_howto_{name}": block})
+    run("").assert_outcomes(passed=8)
+
+
+@pytest.mark.audit
+def test_the_first_file_catches_a_loss_of_own_rows_only(
+    run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "SHRINKING", 0.5)
+    wrong = TESTS[0].replace("cz.DistributedLoss(my_loss)", "my_loss")
+    assert wrong != TESTS[0]
+    pytester.makepyfile(test_wrong=wrong)
+    result = run("")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*Diagnosis: local negatives: *", "*Fix: wrap the one-process loss*"])
+
+
+@pytest.mark.audit
+def test_the_stored_pages_are_of_this_gallery_and_these_invariants() -> None:
+    page = (PAGES / "gallery.md").read_text(encoding="utf-8")
+    assert [name for name, x in GALLERY.items() if x.mistake and f"| *{name}*: " not in page] == []
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| \*(.*)\* \|$", (PAGES / "how-it-is-tested.md").read_text(encoding="utf-8"), re.M
+    )
+    assert rows == [(invariant.name, invariant.catches) for invariant in INVARIANTS]
+
+
+@pytest.mark.audit
+def test_the_fixes_name_what_exists() -> None:
+    names = {name for mistake in MISTAKES.values() for name in re.findall(r"\bcontrastive_zoo(?:\.\w+)+", mistake.fix)}
+    assert names
+    assert [name for name in sorted(names) if pydoc.locate(name) is None] == []
