@@ -1,6 +1,8 @@
 """Losses of other libraries, as they come: on several processes they are what they are on one, or they are refused."""
 
+import copy
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +11,15 @@ from zlib import crc32
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.adapters import open_clip
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, assert_same, numbers
-from tools.comparison import Compared, compare, measure
+from tests.helpers import EVERY_CASE, assert_same, close, numbers
+from tools.comparison import Compared, Run, Wrap, compare, measure
 from tools.peer_losses import packages
 from tools.peer_losses.losses import PeerLoss, Reading, runs, table
 
@@ -193,3 +197,58 @@ def test_the_stand_in_of_a_model_has_no_parameters() -> None:
     models = [x for peer in table() for x in peer.settings.values() if isinstance(x, nn.Module)]
     assert models
     assert not any([*model.parameters()] for model in models)
+
+
+OF_OPEN_CLIP = [peer for peer in table() if peer.package == "open-clip-torch" and peer.name in open_clip.__all__]
+
+
+def original(name: str, **settings: Any) -> Any:
+    need("open-clip-torch")
+    return getattr(packages.loaded("open_clip.loss"), name)(**settings)
+
+
+def in_its_place(loss: Any, **options: Any) -> Any:
+    return getattr(open_clip, type(loss).__name__)(**options)
+
+
+def gathered(loss: Any, **_: Any) -> Any:
+    """open_clip's own distributed loss, which is the mutant."""
+    return original(type(loss).__name__, rank=dist.get_rank(), world_size=dist.get_world_size(), local_loss=True)
+
+
+@pytest.mark.parametrize("wrap", [in_its_place, cz.DistributedLoss])
+def test_a_training_of_open_clip_is_that_of_one_process(wrap: Wrap, worlds: Worlds) -> None:
+    need("open-clip-torch")
+    for peer, compared in measure(worlds, OF_OPEN_CLIP, runs, wrap):
+        assert [why for x in compared.values() if (why := peer.wrong(x))] == [], str(peer)
+
+
+def even(_: PeerLoss) -> list[Run]:
+    return [Run(((3, 3),))]
+
+
+def test_open_clips_own_gather_is_detected(worlds: Worlds) -> None:
+    need("open-clip-torch")
+    ((_, compared),) = measure(worlds, [x for x in OF_OPEN_CLIP if x.name == "ClipLoss"][:1], even, gathered)
+    assert all(x.differences["encoder"] > 1e-3 for x in compared.values())
+
+
+def test_a_loss_of_open_clip_forgets_the_graph_of_the_model_and_has_no_parameters_of_it() -> None:
+    loss = open_clip.SigLipLoss()
+    z, scale, bias = numbers(4, 4, seed=0), nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(-3.0))
+    loss(z, z, scale, bias).backward()
+    assert not [*loss.parameters()]
+    close(copy.deepcopy(loss)(z, z, scale, bias).detach(), original("SigLipLoss")(z, z, scale, bias).detach())
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        loss(z, z, torch.tensor(-1.0), bias)
+    assert loss.contrastive.temperature == 1.0
+
+
+def test_a_scale_of_bfloat16_is_inverted_in_float32() -> None:
+    z, scale = numbers(4, 4, seed=0), torch.tensor(93.0, dtype=torch.bfloat16)
+    close(open_clip.ClipLoss()(z, z, scale), original("ClipLoss")(z, z, scale.double()), tolerance=1e-6)
+
+
+def test_preferring_native_losses_names_the_adapter() -> None:
+    with pytest.raises(ValueError, match=re.escape("contrastive_zoo.adapters.open_clip.ClipLoss()")):
+        cz.DistributedLoss(original("ClipLoss"), prefer_native=True)
