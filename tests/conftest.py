@@ -3,8 +3,11 @@
 import gc
 import multiprocessing.forkserver
 import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from zlib import crc32
@@ -29,20 +32,39 @@ IMPORTED_ON_RANKS = [
     "pytorch_metric_learning.losses",
     "pytorch_metric_learning.miners",
     "pytorch_metric_learning.utils.distributed",
-    "sentence_transformers.sentence_transformer.losses",
-    "transformers.trainer",
 ]
 """Modules besides the package's own that many ranks of `make test` use: each of its workers imports them once more."""
+OF_TRAINERS = [
+    "accelerate",
+    "lightning",
+    "sentence_transformers.sentence_transformer.losses",
+    "sklearn.datasets",
+    "transformers.trainer",
+]
+"""Modules that take seconds to import, and that the ranks of tests of trainers use."""
 
 
 collect_ignore = ["typing/user.py"]  # type checkers read it; it is full of mistakes
+collect_ignore_glob = ["audit_*.py"]  # no tests, and no examples
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file whose marker ``-m "not (…)"`` names: each worker would import libraries for nothing."""
+    left_out = re.fullmatch(r"not \((.*)\)", config.getoption("markexpr"))
+    if left_out is None or collection_path.suffix != ".py":
+        return None
+    of_file = re.search(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE)
+    return True if of_file and of_file[1] in left_out[1].split(" or ") else None
 
 
 gc.disable()  # while tests are collected: it would visit all imported modules, and take a sixth of the time
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector from visiting all tests and imported modules again and again."""
+    if session.config.getoption("markexpr").startswith("not ("):
+        loaded = [x for x in OF_TRAINERS if x in sys.modules]
+        assert not loaded, f"import {', '.join(loaded)} where it is used: it takes each worker seconds"
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -75,11 +97,13 @@ def threads() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forkserver() -> None:
+def forkserver(request: pytest.FixtureRequest) -> None:
     """Start the process that all ranks are forked from, so that they import nothing; whichever test has ranks first."""
     from contrastive_zoo.testing._rank import prepared_forkserver
 
-    with prepared_forkserver(["contrastive_zoo.public", *IMPORTED_ON_RANKS]):
+    markers = {marker.name for item in request.session.items for marker in item.iter_markers()}
+    of_trainers = OF_TRAINERS if markers & {"trainers", "audit", "pages"} else []
+    with prepared_forkserver(["contrastive_zoo.public", *IMPORTED_ON_RANKS, *of_trainers]):
         multiprocessing.forkserver.ensure_running()
 
 

@@ -1,9 +1,12 @@
 """The Hugging Face Trainer on two processes computes the parameters of one process, in every configuration."""
 
+from __future__ import annotations
+
+import doctest
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,13 +19,6 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.audit_trainings import audit_apart
 from tests.digits import make_dataset, make_encoder, make_loader, make_loss
 from tests.helpers import EVERY_CASE, as_torchrun, error_message
-
-pytest.importorskip("accelerate")  # the Trainer needs it
-pytest.importorskip("sklearn")  # for the digits
-
-from transformers import Trainer, TrainingArguments
-
-from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -47,22 +43,28 @@ class EncoderWithLoss(nn.Module):
         return {"loss": self.criterion(self.encoder(input), labels)}
 
 
-class PlainTrainer(Trainer):
-    def get_train_dataloader(self) -> Any:
-        """Return this rank's part of each global batch, uneven or empty. The Trainer's own loader needs ``drop_last``."""
-        loader = loader_of(self.args.gradient_accumulation_steps, self.args.process_index, self.args.world_size)
-        collate, loader.set_epoch = loader.collate_fn, loader.batch_sampler.set_epoch
-        loader.collate_fn = lambda batch: dict(zip(("input", "labels"), collate(batch), strict=True))
-        return loader
+def trainers() -> dict[str, Any]:
+    """Return three classes of trainers. Their library takes seconds to import, and only ranks need it."""
+    from transformers import Trainer
 
+    from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
 
-class DigitsTrainer(ContrastiveTrainerMixin, PlainTrainer):
-    pass
+    class Plain(Trainer):
+        def get_train_dataloader(self) -> Any:
+            """Return this rank's part of each batch, uneven or empty. The Trainer's own loader needs ``drop_last``."""
+            loader = loader_of(self.args.gradient_accumulation_steps, self.args.process_index, self.args.world_size)
+            collate, loader.set_epoch = loader.collate_fn, loader.batch_sampler.set_epoch
+            loader.collate_fn = lambda batch: dict(zip(("input", "labels"), collate(batch), strict=True))
+            return loader
 
+    class WithMixin(ContrastiveTrainerMixin, Plain):
+        pass
 
-class OwnComputeLoss(DigitsTrainer):
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Any:
-        return self.loss_function(model(inputs["input"]), inputs["labels"])
+    class OwnComputeLoss(WithMixin):
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Any:
+            return self.loss_function(model(inputs["input"]), inputs["labels"])
+
+    return {"plain": Plain, "mixin": WithMixin, "mixin and a compute_loss": OwnComputeLoss}
 
 
 def loader_of(steps: int, rank: int = 0, world_size: int = 1) -> Any:
@@ -75,20 +77,23 @@ class Setup(NamedTuple):
     in_model: bool = True
     steps: int = 1
     average: bool = True
-    kind: Any = DigitsTrainer
-    with_optimizer: bool = False
+    kind: str = "mixin"
+    optimizer: str = ""
 
     def __str__(self) -> str:
         form = "loss in the model" if self.in_model else "compute_loss_func"
-        of_kind = f"{self.kind.__name__}{', optimizer passed' * self.with_optimizer}"
-        return f"{form}, accumulation {self.steps}, average_tokens={self.average}, {of_kind}"
+        more = f", optimizer of {self.optimizer}" * bool(self.optimizer)
+        return f"{form}, accumulation {self.steps}, average_tokens={self.average}, {self.kind}{more}"
 
 
 def parameters(*modules: nn.Module) -> list[nn.Parameter]:
     return [x for module in modules for x in module.parameters()]
 
 
-def train(setup: Setup, **settings: Any) -> list[nn.Parameter]:
+def trainer_of(setup: Setup, **settings: Any) -> tuple[Any, list[nn.Parameter]]:
+    """Return the trainer and the parameters that it trains."""
+    from transformers import TrainingArguments
+
     arguments = TrainingArguments(
         tempfile.mkdtemp(), max_steps=10, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
         max_grad_norm=0.0, use_cpu=True, dataloader_pin_memory=False, report_to=[], disable_tqdm=True,
@@ -98,8 +103,14 @@ def train(setup: Setup, **settings: Any) -> list[nn.Parameter]:
     model: nn.Module = EncoderWithLoss() if setup.in_model else make_encoder()
     loss_fn = None if setup.in_model else OutputLoss()
     trained = parameters(model, *filter(None, [loss_fn]))
-    optimizer = SGD(trained) if setup.with_optimizer else None
-    setup.kind(model, arguments, compute_loss_func=loss_fn, optimizers=(optimizer, None)).train()
+    of_optimizer = {"": None, "all": trained, "the encoder": parameters(model)}[setup.optimizer]
+    optimizers = None if of_optimizer is None else SGD(of_optimizer), None
+    return trainers()[setup.kind](model, arguments, compute_loss_func=loss_fn, optimizers=optimizers), trained
+
+
+def train(setup: Setup) -> list[nn.Parameter]:
+    trainer, trained = trainer_of(setup)
+    trainer.train()
     return trained
 
 
@@ -130,83 +141,88 @@ def deviation(setup: Setup) -> float:
 
 
 @pytest.fixture(scope="module")
-def trainers() -> Iterator[Worlds]:
+def own() -> Iterator[Worlds]:
     """Yield worlds of their own: the Trainer changes the state of a process."""
-    with Worlds(timeout=300.0) as own:
-        yield own
+    with Worlds(timeout=300.0) as pool:
+        yield pool
 
 
 ALL = [Setup(form, steps, average) for form in (True, False) for steps in (1, 2) for average in (True, False)]
-ALL += [Setup(in_model=False, with_optimizer=True)]
+ALL += [Setup(in_model=False, optimizer="all")]
 # every two of form, accumulation and average_tokens occur together
 DRAWN = ALL if EVERY_CASE else [ALL[index] for index in (0, 3, 5, 6, 8)]
-OWN = [Setup(False, steps, average, OwnComputeLoss) for steps, average in ((1, True), (2, False))]
+DRAWN += [Setup(False, steps, average, "mixin and a compute_loss") for steps, average in ((1, True), (2, False))]
 
 
 @pytest.mark.parametrize(
-    "setup", [DRAWN[0], *(pytest.param(x, marks=pytest.mark.trainers) for x in [*DRAWN[1:], *OWN])], ids=str
+    "setup", [DRAWN[0], *(pytest.param(x, marks=pytest.mark.trainers) for x in DRAWN[1:])], ids=str
 )
-def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, trainers: Worlds) -> None:
-    assert max(trainers.run(2, deviation, setup)) <= 1e-9
+def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, own: Worlds) -> None:
+    assert max(own.run(2, deviation, setup)) <= 1e-9
 
 
+# The mistake of a Trainer without the mixin, and the name that the audit has for it
 WITHOUT_THE_MIXIN = {
-    "loss × W": Setup(),
-    "loss not divided by the accumulation steps": Setup(steps=2, average=False),
-    "loss parameters not in the optimizer": Setup(in_model=False, average=False),
-    "loss parameters never zeroed": Setup(in_model=False, average=False, with_optimizer=True),
+    "times W": Setup(kind="plain"),
+    "accumulation not divided": Setup(steps=2, average=False, kind="plain"),
+    "not optimized": Setup(in_model=False, average=False, kind="plain"),
+    "never zeroed": Setup(in_model=False, average=False, kind="plain", optimizer="all"),
 }
 
 
 @pytest.mark.trainers
-@pytest.mark.parametrize("what", WITHOUT_THE_MIXIN)
-def test_a_trainer_without_the_mixin_is_wrong(what: str, trainers: Worlds) -> None:
-    assert max(trainers.run(2, deviation, WITHOUT_THE_MIXIN[what]._replace(kind=PlainTrainer))) > 0.5
+@pytest.mark.parametrize("mistake", WITHOUT_THE_MIXIN)
+def test_a_trainer_without_the_mixin_is_wrong(mistake: str, own: Worlds) -> None:
+    assert max(own.run(2, deviation, WITHOUT_THE_MIXIN[mistake])) > 0.5
 
 
-NAMED = {
-    "loss × W": "times W",
-    "loss parameters never zeroed": "never zeroed",
-    "loss parameters not in the optimizer": "not optimized",
-}
+def run(mistake: str) -> None:
+    train(WITHOUT_THE_MIXIN[mistake])
 
 
-def run(what: str) -> None:
-    train(WITHOUT_THE_MIXIN[what]._replace(kind=PlainTrainer))
+NAMED = [x for x in WITHOUT_THE_MIXIN if x != "accumulation not divided"]  # which the audit notes
 
 
 @pytest.mark.audit
-@pytest.mark.filterwarnings("ignore")  # the Trainer warns when it is imported
-@pytest.mark.parametrize("what", [*NAMED][:: 1 if EVERY_CASE else 2])
-def test_the_audit_names_it(what: str) -> None:
-    report = audit_apart(__name__, what)
-    assert NAMED[what] in [x.mistake for x in report.findings], str(report)
+@pytest.mark.parametrize("mistake", NAMED[:: 1 if EVERY_CASE else 2])
+def test_the_audit_names_it(mistake: str) -> None:
+    report = audit_apart(__name__, mistake)
+    assert mistake in [x.mistake for x in report.findings], str(report)
 
 
-def evaluation_loss(kind: Any) -> float:
+def evaluation_loss(kind: str) -> float:
     as_torchrun()
-    samples, found = [{"input": x, "labels": y} for x, y in make_dataset(32)], []
-
-    class Evaluated(kind):
-        def train(self) -> None:
-            super().train()
-            found.append(self.evaluate(samples)["eval_loss"])
-
+    samples = [{"input": x, "labels": y} for x, y in make_dataset(32)]
     each = 8 // dist.get_world_size()
-    train(Setup(kind=Evaluated), per_device_eval_batch_size=each, label_names=["labels"])
-    return found[0]
+    trainer, _ = trainer_of(Setup(kind=kind), per_device_eval_batch_size=each, label_names=["labels"])
+    trainer.train()
+    return trainer.evaluate(samples)["eval_loss"]
 
 
-def test_the_evaluation_loss_is_that_of_one_process(trainers: Worlds) -> None:
-    (expected,) = trainers.run(1, evaluation_loss, DigitsTrainer)
-    for found in trainers.run(2, evaluation_loss, DigitsTrainer):
+@pytest.mark.trainers
+def test_the_evaluation_loss_is_that_of_one_process(own: Worlds) -> None:
+    (expected,) = own.run(1, evaluation_loss, "mixin")
+    for found in own.run(2, evaluation_loss, "mixin"):
         assert found == pytest.approx(expected, rel=1e-6)  # the Trainer gathers values in float32
-    assert trainers.run(2, evaluation_loss, PlainTrainer)[0] > 1.5 * expected
+    assert own.run(2, evaluation_loss, "plain")[0] > 1.5 * expected
 
 
-def test_an_optimizer_without_the_parameters_of_the_loss_is_refused(tmp_path: Path) -> None:
-    model = make_encoder()
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    options: dict[str, Any] = {"compute_loss_func": OutputLoss(), "optimizers": (SGD(model.parameters()), None)}
-    trainer = DigitsTrainer(model, arguments, train_dataset=[*make_dataset(8)], **options)
-    assert "lacks 2 parameters of compute_loss_func" in (error_message(trainer.train) or "")
+def refusal() -> str | None:
+    as_torchrun()
+    return error_message(lambda: train(Setup(in_model=False, optimizer="the encoder")))
+
+
+@pytest.mark.trainers
+def test_an_optimizer_without_the_parameters_of_the_loss_is_refused(own: Worlds) -> None:
+    (says,) = own.run(1, refusal)
+    assert "lacks 2 parameters of compute_loss_func" in (says or "")
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("name", ["huggingface", "sentence_transformers"])
+def test_the_examples_of_the_adapters_run(name: str) -> None:
+    """pytest does not collect them: it would import their libraries."""
+    adapter = import_module(f"contrastive_zoo.adapters.{name}")
+    failed, attempted = doctest.testmod(adapter, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS)
+    assert attempted
+    assert not failed
