@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import Settings, field
 from contrastive_zoo.ranks.suggestions import NAMES_ELSEWHERE
-from tests.counted import one_of_many
+from contrastive_zoo.testing.worlds import Worlds
 
 Z = torch.eye(3)
 LOSSES = [x for name in cz.__all__ if isinstance(x := getattr(cz, name), type) and issubclass(x, Settings) and x.fields]
@@ -221,9 +221,8 @@ def test_what_is_not_the_default_is_shown(make: Callable[[], object], text: str)
     assert repr(make()) == text
 
 
-def test_a_process_group_is_shown_by_its_ranks() -> None:
-    with one_of_many([1, 1], 0):
-        shown = repr(cz.DistributedLoss(cz.NTXent(), process_group=dist.group.WORLD))
+def test_a_process_group_is_shown_by_its_ranks(worlds: Worlds) -> None:
+    shown, _ = worlds.run(2, lambda: repr(cz.DistributedLoss(cz.NTXent(), process_group=dist.group.WORLD)))
     assert shown.splitlines()[1] == "  process_group=<ranks [0, 1]>"
 
 
