@@ -96,6 +96,7 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
     "negatives of all queries": lambda n, d: (cz.InfoNCE(), [embeddings(k * n, d) for k in (1, 1, 2)]),
     "negatives of a query": lambda n, d: (cz.InfoNCE(), [embeddings(n, d), embeddings(n, d), embeddings(n, 3, d)]),
     "symmetric": views(cz.InfoNCE(symmetric=True)),
+    "smoothed": views(cz.Clip(label_smoothing=0.1)),
     "views of a sample": lambda n, d: (cz.SupCon(temperature=learnt()), [embeddings(n, 3, d), labels(n)]),
     "all directions": views(cz.MNRL(directions=ALL_DIRECTIONS)),
     "a masked MNRL": lambda n, d: (

@@ -129,14 +129,16 @@ def itself(z: Tensor) -> Tensor:
     return torch.eye(len(z), dtype=torch.bool, device=z.device)
 
 
-def info_nce(queries: Tensor, keys: Tensor, scale: Any, reduction: str = "mean") -> Tensor:
+def info_nce(
+    queries: Tensor, keys: Tensor, scale: Any, reduction: str = "mean", label_smoothing: float = 0.0
+) -> Tensor:
     """Row i of keys belongs to row i of queries; more rows are negatives."""
-    logits = scale * queries @ keys.T
-    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device), reduction=reduction)
+    logits, targets = scale * queries @ keys.T, torch.arange(len(queries), device=queries.device)
+    return F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def clip(a: Tensor, b: Tensor, scale: Any, reduction: str = "mean") -> Tensor:
-    return (info_nce(a, b, scale, reduction) + info_nce(b, a, scale, reduction)) / 2
+def clip(a: Tensor, b: Tensor, scale: Any, *how: Any) -> Tensor:
+    return (info_nce(a, b, scale, *how) + info_nce(b, a, scale, *how)) / 2
 
 
 def siglip(a: Tensor, b: Tensor, scale: Any, bias: Any) -> Tensor:
@@ -160,8 +162,8 @@ def dense_info_nce(queries: Tensor, keys: Tensor, temperature: Any, reduction: s
     return info_nce(unit(queries), unit(keys), 1 / temperature, reduction)
 
 
-def dense_clip(a: Tensor, b: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:
-    return clip(unit(a), unit(b), 1 / temperature, reduction)
+def dense_clip(a: Tensor, b: Tensor, temperature: Any, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor:
+    return clip(unit(a), unit(b), 1 / temperature, reduction, label_smoothing)
 
 
 def dense_siglip(a: Tensor, b: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:

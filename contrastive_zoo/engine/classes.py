@@ -42,6 +42,7 @@ class ClassPairs:
     weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"]
     normalize: bool = True
     normalize_weights: bool = True
+    label_smoothing: float = 0.0  # the share of a target that is spread evenly over all classes
 
     def cross_entropies(
         self,
@@ -49,31 +50,42 @@ class ClassPairs:
         target_function: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda similarity: similarity,
         pooling: CenterPooling = nearest_center,
     ) -> Float[Tensor, " n"]:
-        """Return ``log(1 + Σ_{j≠y_i} exp(scale · z_i·w_j) / exp(scale · f(z_i·w_{y_i})))``, f ``target_function``."""
-        target, negatives = self.target_and_negatives(scale, pooling)
-        return -F.logsigmoid(scale * target_function(target) - negatives)
+        """Return cross-entropies of the logits scale · z_i·w_j, with ``target_function`` of the similarity to y_i."""
+        (target, *others), negatives = self._sums_and_negatives(scale, pooling)
+        positive = scale * target_function(target)
+        losses = -F.logsigmoid(positive - negatives)
+        if others:
+            mean = (positive + scale * others[0]) / self.num_classes
+            losses = losses + self.label_smoothing * (positive - mean)
+        return losses
 
-    def target_and_negatives(
-        self, scale: float | Tensor, pooling: CenterPooling = nearest_center
-    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """Return ``s[i, y_i]`` and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``, s the local embeddings' similarities."""
+    def _sums_and_negatives(
+        self, scale: float | Tensor, pooling: CenterPooling
+    ) -> tuple[list[Float[Tensor, " n"]], Float[Tensor, " n"]]:
+        """Return ``s[i, y_i]``, if smoothed also Σ_{j ≠ y_i} s[i, j], and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``.
+
+        s are the local embeddings' similarities.
+        """
+        smoothed = bool(self.label_smoothing)
 
         def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
             s = pooling(_similarities(rows, centers))
             hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
             negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
-            return s.where(hit, 0).sum(1), negatives
+            return torch.stack([s.where(x, 0).sum(1) for x in (hit, ~hit)[: 1 + smoothed]], 1), negatives
 
         batch, z, classes = self.batch, self.embeddings, self.class_shards
         if classes is None:
-            return self._over_blocks(on_block, z, self.targets, batch.shared(self.centers), scale, by_class=False)
+            weights = batch.shared(self.centers)
+            sums, negatives = self._over_blocks(on_block, z, self.targets, weights, scale, by_class=False)
+            return [*sums.unbind(1)], negatives
         shards = batch.samples
         gathered = all_gather(z, shards=shards, process_group=batch.world)
         targets = batch.gather_detached(self.targets) - classes.start
-        target, negatives = self._over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
-        target = batch.sum(target, gradient="partial")
+        sums, negatives = self._over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
+        sums = batch.sum(sums, gradient="partial")
         negatives = batch.log_sum_exp(negatives, gradient="partial")
-        return target[shards.local], negatives[shards.local]
+        return [*sums[shards.local].unbind(1)], negatives[shards.local]
 
     def log1p_sum_exp_by_class(
         self, shift: float | Tensor, scale: float | Tensor
@@ -124,7 +136,11 @@ class ClassPairs:
     @cached_property
     def targets(self) -> Int[Tensor, " n"]:
         labels = self.batch.rows["labels"].long()
-        return safe_index(labels, len(self.weights) if self.class_shards is None else self.class_shards.total)
+        return safe_index(labels, self.num_classes)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.weights) if self.class_shards is None else self.class_shards.total
 
     @cached_property
     def centers(self) -> Float[Tensor, "C k d"]:

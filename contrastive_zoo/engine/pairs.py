@@ -96,9 +96,17 @@ class TowerPairs(_Pairs):
     """
 
     def cross_entropy(
-        self, reduction: Reduction, *, symmetric: bool = False, in_batch_negatives: bool = True
+        self,
+        reduction: Reduction,
+        *,
+        symmetric: bool = False,
+        in_batch_negatives: bool = True,
+        label_smoothing: float = 0.0,
     ) -> Float[Tensor, "..."]:
-        """Reduce ``logsumexp(logits of all candidates) - logit of the own key`` over all queries, in nats."""
+        """Reduce ``logsumexp(logits of all candidates) - logit of the own key`` over all queries, in nats.
+
+        With label smoothing ε the subtrahend is 1 − ε times that logit, and ε times the mean of all candidates' logits.
+        """
         batch = self.batch
         if batch.plan.arithmetic == "one operator":
             comparison: Comparison = "rows and columns" if symmetric else "rows"
@@ -121,7 +129,24 @@ class TowerPairs(_Pairs):
         losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
         if other_queries is not None:
             losses = (losses + cross_entropy(positive, other_queries)) / 2
+        if label_smoothing:
+            mean = self._mean_logits(symmetric=symmetric, in_batch_negatives=in_batch_negatives)
+            losses = losses + label_smoothing * (positive - mean)
         return batch.reduce(losses.to(q.dtype), reduction=reduction)
+
+    def _mean_logits(self, *, symmetric: bool, in_batch_negatives: bool) -> Float[Tensor, " n"]:
+        """Return the mean logit of each query's candidates, and of each key's if symmetric: products with their sum."""
+        batch, (q, k, *extra) = self.batch, self.rows
+
+        def sum_of(x: Tensor) -> Tensor:
+            return batch.sum(x.sum(0), gradient="partial")
+
+        total, count = (sum_of(k), batch.total) if in_batch_negatives else (k, 1)
+        for x, shards in zip(extra, self.negative_shards, strict=True):
+            more = (x.sum(1), x.shape[1]) if x.ndim == 3 else (sum_of(x), shards.total)
+            total, count = total + more[0], count + more[1]
+        mean = self.scale * (q * total).sum(-1) / count
+        return (mean + self.scale * (k * sum_of(q)).sum(-1) / batch.total) / 2 if symmetric else mean
 
     def sums(
         self, *, symmetric: bool = False

@@ -10,7 +10,7 @@ from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
 from contrastive_zoo.engine.cost import Classes, Entry, Shared
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
-from contrastive_zoo.loss_base.settings import Reduction, Size, field
+from contrastive_zoo.loss_base.settings import Reduction, Size, Smoothing, field
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule
 from contrastive_zoo.ranks.world import World
@@ -105,13 +105,20 @@ class ClassLoss(LabelledLoss, engine="classes"):
         if shards is not None and shards.total != self.num_classes:  # equal on every rank
             held = f"the ranks that share the batch hold the weights of {shards.total} classes of {self.num_classes}"
             raise ValueError(f"{batch.name}: {held}. Pass these ranks as shard_over, and call DistributedLoss(loss).")
-        return ClassPairs(batch, self.weights, **how)
+        label_smoothing = getattr(batch.settings, "label_smoothing", 0.0)
+        return ClassPairs(batch, self.weights, label_smoothing=label_smoothing, **how)
 
 
-class ShardableClassLoss(ClassLoss):
-    """A :class:`ClassLoss` with several weight vectors per class, if asked, and weights that ranks may share out."""
+class ClassSoftmax(ClassLoss):
+    """A :class:`ClassLoss` that is a cross-entropy over classes, whose targets may be smoothed."""
 
+    label_smoothing: Smoothing = 0.0
     reduction: Reduction = "mean"
+
+
+class ShardableClassLoss(ClassSoftmax):
+    """A :class:`ClassSoftmax` with several weight vectors per class, if asked, and weights that ranks may share out."""
+
     sub_centers: Size = 1
     shard_over: World | None = None
 

@@ -320,8 +320,9 @@ class Loss(Settings, nn.Module):
 
     @property
     def has_one_operator(self) -> bool:
-        """Whether one operator computes a small batch of two tensors of embeddings: of unit ones, reduced."""
-        return bool(self.__dict__.get("normalize")) and self.is_reduced
+        """Whether one operator computes a small batch of two tensors of embeddings: of unit ones, reduced, not smoothed."""
+        is_unit = bool(self.__dict__.get("normalize"))
+        return is_unit and self.is_reduced and not getattr(self, "label_smoothing", 0.0)
 
     def split_reason(self) -> str | None:
         """Return why no rank can compute the loss of all ranks' embeddings, in words, or None."""

@@ -11,9 +11,9 @@ from torch.linalg import vector_norm
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry, Local, Shared, Summed
 from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
-from contrastive_zoo.loss_base.class_loss import ClassLoss, ShardableClassLoss
+from contrastive_zoo.loss_base.class_loss import ClassLoss, ClassSoftmax, ShardableClassLoss
 from contrastive_zoo.loss_base.loss import CallInputs
-from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Reduction, Size, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Size, Temperature
 
 
 class NormalizedSoftmax(ShardableClassLoss):
@@ -28,6 +28,7 @@ class NormalizedSoftmax(ShardableClassLoss):
         num_classes: the number of classes, C.
         embedding_size: the width of embeddings, d.
         temperature: t > 0; a tensor or module is learnable.
+        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
@@ -63,6 +64,7 @@ class ProxyNCA(ShardableClassLoss):
         num_classes: the number of classes, C.
         embedding_size: the width of embeddings, d.
         temperature: t > 0, in units of squared distance; 1/9 in ProxyNCA++, 1/softmax_scale in pytorch-metric-learning.
+        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
@@ -97,6 +99,7 @@ class CosFace(ShardableClassLoss):
         embedding_size: the width of embeddings, d.
         margin: m, in units of the cosine.
         scale: s > 0, dimensionless.
+        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
@@ -134,6 +137,7 @@ class ArcFace(ShardableClassLoss):
         embedding_size: the width of embeddings, d.
         margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
+        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
@@ -166,7 +170,7 @@ class ArcFace(ShardableClassLoss):
         return batch.reduce(losses, reduction=self.reduction)
 
 
-class SoftTriple(ClassLoss):
+class SoftTriple(ClassSoftmax):
     r"""Compute the cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; the centres are ``weights``, [C, K, d], or [C, d] if K is 1.
@@ -185,6 +189,7 @@ class SoftTriple(ClassLoss):
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
         sub_centers: K.
+        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings.
 
@@ -202,7 +207,6 @@ class SoftTriple(ClassLoss):
     margin: Number = 0.01
     tau: NonNegative = 0.2
     sub_centers: Size = 10
-    reduction: Reduction = "mean"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         entries = super().entries(stated)
@@ -235,7 +239,7 @@ def _center_distances(centers: Tensor) -> Tensor:
 _WHOLE_MARGIN = Bounds("margin is an integer, 1 … 100", low=1, high=100, whole=True)
 
 
-class LargeMarginSoftmax(ClassLoss):
+class LargeMarginSoftmax(ClassSoftmax):
     r"""Compute the softmax over classes with the target logit ‖x‖ ‖w‖ ψ(θ); embeddings are not normalised.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; the norms of ``weights``, [C, d], count, too.
@@ -252,6 +256,7 @@ class LargeMarginSoftmax(ClassLoss):
         margin: m, an integer of at least 1.
         scale: s > 0.
         normalize_weights: whether weights are normalised to unit length first, as in SphereFace (A-Softmax).
+        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings.
 
@@ -268,20 +273,19 @@ class LargeMarginSoftmax(ClassLoss):
     margin: Annotated[int, _WHOLE_MARGIN] = 4
     scale: Positive = 1.0
     normalize_weights: bool = False
-    reduction: Reduction = "mean"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [*super().entries(stated), Shared(len(self.weights) * stated.wide)]
 
     def compute(self, batch: Batch) -> Tensor:
-        scale = batch.settings.scale
         pairs = self.pairs(batch, normalize=False, normalize_weights=self.normalize_weights)
-        target, negatives = pairs.target_and_negatives(scale)
         of_weights = batch.shared(vector_norm(pairs.centers, dim=2)[:, 0])
         norms = vector_norm(pairs.embeddings, dim=1) * of_weights.index_select(0, pairs.targets)
-        cosine = (target / norms.clamp(min=MIN_NORM)).clamp(-1, 1)
-        losses = -F.logsigmoid(scale * norms * _psi(cosine, batch.settings.margin) - negatives)
-        return batch.reduce(losses, reduction=self.reduction)
+
+        def moved(similarity: Tensor) -> Tensor:
+            return norms * _psi((similarity / norms.clamp(min=MIN_NORM)).clamp(-1, 1), batch.settings.margin)
+
+        return batch.reduce(pairs.cross_entropies(batch.settings.scale, moved), reduction=self.reduction)
 
 
 def _psi(cosine: Tensor, margin: int) -> Tensor:

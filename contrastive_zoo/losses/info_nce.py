@@ -9,7 +9,7 @@ from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Reduction, Temperature, field
+from contrastive_zoo.loss_base.settings import Reduction, Smoothing, Temperature, field
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
 
 
@@ -20,8 +20,8 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
 
         loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
 
-    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``. MoCo v3 detaches keys and multiplies the
-    loss by 2t: ``WeightedSum([InfoNCE(temperature=t)], weights=[2 * t])``.
+    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N), label_smoothing=…)``. MoCo v3 detaches keys and
+    multiplies the loss by 2t: ``WeightedSum([InfoNCE(temperature=t)], weights=[2 * t])``.
 
     Called as ``loss(queries, keys, negatives)``:
 
@@ -34,6 +34,7 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
         symmetric: whether to average with the direction from keys to queries, ``cross_entropy(k @ q.T / t, arange(N))``.
         in_batch_negatives: whether other queries' keys are negatives. If not, the first sum is its term j = i, as in MoCo's
             loss over the own key and the queue: pass ``negatives``, and not symmetric.
+        label_smoothing: ε, 0 … 1; with ε > 0 the last term is (1 − ε) q_i·k_i / t + ε · the mean logit of i's candidates.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings.
@@ -51,6 +52,7 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
     temperature: Temperature = 0.07
     symmetric: bool = False
     in_batch_negatives: bool = True
+    label_smoothing: Smoothing = 0.0
     normalize: bool = True
     reduction: Reduction = "mean"
 
@@ -86,11 +88,24 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
         columnwise = {keys: self.symmetric} if self.in_batch_negatives else {}
         columnwise |= {name: False for name in negatives if stated.inputs.rows[name].ndim == 2}
         pairs = (Pairs([queries], [name], scale, self.normalize, both) for name, both in columnwise.items())
-        return [*entries, *pairs, *self.reduced()]
+        return [
+            *entries,
+            *pairs,
+            *_sums(self.label_smoothing, len(columnwise) + self.symmetric, stated),
+            *self.reduced(),
+        ]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
-        return pairs.cross_entropy(self.reduction, symmetric=self.symmetric, in_batch_negatives=self.in_batch_negatives)
+        return pairs.cross_entropy(
+            self.reduction, symmetric=self.symmetric, in_batch_negatives=self.in_batch_negatives,
+            label_smoothing=batch.settings.label_smoothing,
+        )  # fmt: skip
+
+
+def _sums(label_smoothing: float, count: int, stated: CallInputs) -> list[Entry]:
+    """Return the messages of label smoothing: so many sums of candidates."""
+    return [stated.features(partial=True)] * count if label_smoothing else []
 
 
 _OWN_KEY_ONLY = (
@@ -104,13 +119,14 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     Called as ``loss(images, texts)``, [n, d] each.
     With x, y the unit embeddings of all ranks and S = x yᵀ / t,
 
-        loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
+        loss = ½ · cross_entropy(S, arange(N), label_smoothing=ε) + ½ · cross_entropy(Sᵀ, arange(N), label_smoothing=ε)
 
     Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process.
 
     Args:
         temperature: t; ``LearnableTemperature(0.07)`` by default. Its parameter is ``loss.logit_scale``, log(1/t) as
             open_clip's ``model.logit_scale``, clamped to at most log(100).
+        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all candidates.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings.
@@ -123,7 +139,11 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     """
 
     temperature: Temperature = field(factory=LearnableTemperature)
+    label_smoothing: Smoothing = 0.0
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [*super().entries(stated), *_sums(self.label_smoothing, 2, stated)]
 
     def compute(self, batch: Batch) -> Tensor:
-        pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
-        return pairs.cross_entropy(self.reduction, symmetric=True)
+        pairs, settings = TowerPairs(batch, batch.settings.temperature, self.normalize), batch.settings
+        return pairs.cross_entropy(self.reduction, symmetric=True, label_smoothing=settings.label_smoothing)

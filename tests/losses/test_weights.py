@@ -23,7 +23,7 @@ SHARDED: dict[str, Callable[[cz.World], cz.ClassLoss]] = {
     "learnt temperature": lambda world: cz.NormalizedSoftmax(
         CLASSES, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)
     ),
-    "CosFace": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0),
+    "CosFace": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0, label_smoothing=0.2),
     "ProxyNCA": lambda world: cz.ProxyNCA(CLASSES, 4, shard_over=world),
     "ArcFace": lambda world: cz.ArcFace(CLASSES, 4, shard_over=world, sub_centers=2, scale=8.0),
 }

@@ -16,6 +16,7 @@ from tests.zoo import (
     dense_clip,
     dense_siglip,
     dense_sup_con,
+    info_nce,
     itself,
     log_sums,
     masks,
@@ -57,6 +58,24 @@ def dense_multi_positive(
         return F.cross_entropy(s.masked_fill(left_out, -torch.inf), torch.arange(len(s)))
 
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
+
+
+def dense_smoothed(
+    q: Tensor, k: Tensor, x: Tensor, temperature: Any, label_smoothing: float, symmetric: bool
+) -> Tensor:
+    how = (1 / temperature, "mean", label_smoothing)
+    losses = [info_nce(unit(q), unit(torch.cat([k, x])), *how), info_nce(unit(k), unit(q), *how)]
+    return torch.stack(losses[: 1 + symmetric]).mean()
+
+
+def two_negatives(q: Tensor, k: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return q, k, torch.stack([x, y], 1)
+
+
+def dense_smoothed_pairs(q: Tensor, k: Tensor, x: Tensor, temperature: Any, label_smoothing: float) -> Tensor:
+    candidates = F.normalize(torch.cat([k[:, None], x], 1), dim=2)
+    logits = (unit(q)[:, None] * candidates).sum(2) / temperature
+    return F.cross_entropy(logits, torch.zeros(len(q)).long(), label_smoothing=label_smoothing)
 
 
 def teacher(*rows: Tensor) -> list[Tensor]:
@@ -269,6 +288,7 @@ def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
     return -(log_shares.where(positive, 0).sum(1) / positive.sum(1)).mean()
 
 
+SMOOTHED = {"label_smoothing": 0.3}
 QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")
 MASKED = {"false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
 T0 = {"base_temperature": 0.07}
@@ -277,6 +297,12 @@ OTHERS, OWN = ({**HARD, "hardness_mode": mode} for mode in ("in_batch_negatives"
 
 ENTRIES: list[Entry] = [
     row("Clip", dense_clip, kind=learnt(cz.Clip)),
+    row("Clip, smoothed", dense_clip, kind=learnt(cz.Clip), label_smoothing=0.1),
+    row("InfoNCE, smoothed", dense_smoothed, "views", None, 3, symmetric=False, **SMOOTHED),
+    row("InfoNCE, smoothed both ways", dense_smoothed, "views", None, 3, symmetric=True, **SMOOTHED),
+    row(
+        "InfoNCE, smoothed pairs", dense_smoothed_pairs, "views", two_negatives, 4, in_batch_negatives=False, **SMOOTHED
+    ),
     row("SigLIP", dense_siglip, kind=learnt(cz.SigLIP)),
     row("MultiPositive, duplicates positive", dense_multi_positive, "labels", two_towers),
     row("MultiPositive, ignored", dense_multi_positive, "labels", two_towers, duplicates="ignore"),

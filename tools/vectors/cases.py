@@ -93,8 +93,8 @@ _LEARNT = {
 _OPTIONS: tuple[tuple[str, str, dict[str, str], Iterable[dict[str, Any]]], ...] = (
     ("nt-xent", "NTXent", VIEWS, _NT_XENT_OPTIONS),
     ("nt-xent-three-views", "NTXent", _THREE_VIEWS, ({"temperature": 0.5},)),
-    ("info-nce", "InfoNCE", TOWERS, ({"symmetric": True}, {"normalize": False}, {"reduction": "sum"})),
-    ("info-nce-negatives", "InfoNCE", _MORE_NEGATIVES, ({}, {"in_batch_negatives": False})),
+    ("info-nce", "InfoNCE", TOWERS, ({"symmetric": True}, {"normalize": False}, {"label_smoothing": 0.1})),
+    ("info-nce-negatives", "InfoNCE", _MORE_NEGATIVES, ({}, {"in_batch_negatives": False, "label_smoothing": 0.1})),
     ("info-nce-own-negatives", "InfoNCE", {**TOWERS, "negatives": "several"}, ({},)),
     ("sup-con", "SupCon", LABELLED, _SUP_CON_OPTIONS),
     ("sincere", "SINCERE", LABELLED, ({"reduction": "sum"},)),
