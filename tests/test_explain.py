@@ -103,6 +103,10 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
         cz.MNRL(false_negative_margin=0.1),
         [embeddings(n, d), embeddings(n, d), embeddings(2 * n, d)],
     ),
+    "own negatives": lambda n, d: (
+        cz.MNRL(in_batch_negatives=False),
+        [embeddings(n, d), embeddings(n, d), embeddings(2 * n, d)],
+    ),
     "GIST": lambda n, d: (cz.GIST(), [*(embeddings(n, d) for _ in range(4))]),
     "symmetric ids": lambda n, d: (cz.MultiPositive(symmetric=True), [embeddings(n, d), embeddings(n, d), labels(n)]),
     "rows of 16 bits": labelled(cz.Circle(), dtype=BF16),

@@ -224,14 +224,16 @@ def reduce_pairs(
     *,
     ids: Sequence[tuple[Tensor, Tensor | None]] = (),
     owners: Tensor | None = None,
+    groups: Tensor | None = None,
     reduction: Reduction,
 ) -> Float[Tensor, "..."]:
     """Reduce a loss of blocks whose anchors are pairs, and whose candidates are all ranks' pairs and single embeddings.
 
     Rows are the first and the second embeddings of pairs, and single ones, the batch's ``negatives``; guides are the same,
     without gradient. ``ids`` are of pairs, and of single embeddings, None for none. The block's companions say which
-    candidates are single, then guides, then ids with a column that says whether there is one. ``owners`` are the pairs of
-    this rank that single embeddings are also positives of, or −1 for none; None is −1.
+    candidates are single, then guides, then ids with a column of flags. ``owners`` are the pairs of this rank that single
+    embeddings are also positives of, or −1 for none; None is −1. ``groups`` are of pairs, and of the single embeddings that
+    they own: a pair's candidates are those of its group, and the embeddings that nobody owns.
     """
     first, second, singles = rows
     pairs, columns, single = concat_pairs(first, second, singles)
@@ -239,10 +241,15 @@ def reduce_pairs(
     of_singles = index.new_full((len(singles),), -1)
     if owners is not None:
         of_singles = torch.where(owners < 0, of_singles, owners + samples.start)
+    of_ids: list[tuple[Tensor, Tensor]] = []
+    if groups is not None:
+        flags = torch.where(of_singles < 0, NO_ID, SAME_GROUP)
+        of_owners = of_singles if owners is None else torch.cat([groups, groups.new_zeros(1)])[owners]
+        of_ids = [(groups, torch.cat([_with_flag(groups, SAME_GROUP), _with_flag(of_owners, flags)]))]
     of_guides = [concat_pairs(*guide)[:2] for guide in guides]
-    of_ids = [
-        (x, torch.cat([_with_flag(x, 1), _with_flag(of_singles, 0) if y is None else _with_flag(y, 1)])) for x, y in ids
-    ]
+    for x, y in ids:
+        of_negatives = _with_flag(of_singles, NO_ID) if y is None else _with_flag(y, OTHER_ID)
+        of_ids.append((x, torch.cat([_with_flag(x, OTHER_ID), of_negatives])))
     return reduce_rows(
         batch, loss, pairs, index, candidates=columns, candidate_ids=torch.cat([index, of_singles]),
         candidate_shards=samples.plus(batch.shards["negatives"]) if "negatives" in batch.shards else samples,
@@ -250,9 +257,21 @@ def reduce_pairs(
     )  # fmt: skip
 
 
-def _with_flag(ids: Tensor, flag: int) -> Tensor:
-    """Return ids and whether they are any, [k, 2]."""
-    return torch.stack([ids.long(), torch.full_like(ids, flag, dtype=torch.int64)], 1)
+NO_ID, OTHER_ID, SAME_GROUP = range(3)
+"""What a candidate's id says: nothing; it is none of a pair with this id; it is one of pairs with this id only."""
+
+
+def comparable(block: AnchorBlock, ids_from: int) -> Bool[Tensor, "c N"]:
+    """Return which candidates the ids of :func:`reduce_pairs` let an anchor meet: the companions from this one on."""
+    result = torch.ones_like(block.positive)
+    for ids, of_candidates in block.companions[ids_from:]:
+        candidate_ids, flag = of_candidates.unbind(1)
+        result &= ((ids[:, None] == candidate_ids) == (flag == SAME_GROUP)) | (flag == NO_ID)
+    return result
+
+
+def _with_flag(ids: Tensor, flag: int | Tensor) -> Tensor:
+    return torch.stack([ids.long(), torch.zeros_like(ids, dtype=torch.int64) + flag], 1)
 
 
 def concat_pairs(

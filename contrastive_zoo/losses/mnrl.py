@@ -13,7 +13,7 @@ from contrastive_zoo.engine.cost import Blocks, Entry, Pairs
 from contrastive_zoo.engine.masked import masked_log_sum_exp, tie_width
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, reduce_pairs, split_pairs
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, comparable, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
@@ -41,12 +41,13 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
     h_ix = hardness_strength · q_i·x, held constant, or 0. False negatives are left out of every Z_i: those with the ids of
     pair i, and terms s(·,·) > q_i·d_i + margin, or if relative > q_i·d_i + margin · |q_i·d_i|, up to 64 units of rounding.
 
-    Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids)``:
+    Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids, dataset_ids)``:
 
     - queries, documents: [n, d].
     - negatives: [m, d], candidates of every query.
-    - owners: [m], the index of the query that a negative was mined for, or −1.
+    - owners: [m], the index of the query whose negative it is, or −1 for all.
     - document_ids, negative_ids, query_ids: [n], [m], [n] integers; equal ids are one document or query.
+    - dataset_ids: [n] integers; pairs are compared within their data set, and those with −1 with their own negatives only.
 
     Args:
         temperature: t > 0.
@@ -57,13 +58,11 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         hardness_strength: non-negative.
         false_negative_margin: the margin; None masks by ids only.
         margin_strategy: ``"absolute"`` or ``"relative"``.
-        mask_doc_to_doc: whether the margin masks terms of doc_to_doc.
+        mask_doc_to_doc: whether the margin masks doc_to_doc.
+        in_batch_negatives: False is data set −1 for all.
         normalize: normalise embeddings first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         check_finite: refuse NaN and infinite embeddings.
-
-    Raises:
-        ValueError: settings that contradict each other.
 
     Examples:
         >>> eye = torch.eye(2)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
@@ -82,6 +81,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
     false_negative_margin: Margin | None = None
     margin_strategy: Strategy = "absolute"
     mask_doc_to_doc: bool = True
+    in_batch_negatives: bool = True
     normalize: bool = True
     reduction: Reduction = "mean"
 
@@ -96,10 +96,11 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
             return problem
         if self.partition_mode == "per_direction" and not set(directions) <= _HOLD_THE_POSITIVE:
             return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
-        return None
+        return _OWN_NEGATIVES if not self.in_batch_negatives and len(directions) > 1 else None
 
     def ring_problem(self) -> str | None:
-        by_rows = self.hardness_mode is not None or self.false_negative_margin is not None
+        masks = self.false_negative_margin is not None or not self.in_batch_negatives
+        by_rows = self.hardness_mode is not None or masks
         return f"a ring {_UNSUPPORTED}" if by_rows else super().ring_problem()
 
     def inputs(
@@ -111,9 +112,11 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         document_ids: Int[Tensor, " n"] | None = None,
         negative_ids: Int[Tensor, " m"] | None = None,
         query_ids: Int[Tensor, " n"] | None = None,
+        dataset_ids: Int[Tensor, " n"] | None = None,
     ) -> Inputs:
         rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
         rows |= {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
+        rows |= {"dataset_ids": dataset_ids}
 
         def owners_problem(least: int, most: int) -> str:
             return f"owners are rows of this rank's {len(queries)} queries, or -1, got {least} … {most}."
@@ -122,6 +125,8 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         compared = {"directions": tuple(self.directions)}  # which may also be a list
         alone = negative_ids is not None and document_ids is None
         problem = "negative_ids are compared with document_ids: pass both." if alone else None
+        if negatives is None and not self.in_batch_negatives:
+            problem = _OWN_NEGATIVES
         return Inputs.of(rows, problem, values=values, compared=compared, local=owners is not None)
 
     def needs(self, inputs: Inputs) -> Needs:
@@ -133,14 +138,16 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
 
     def _sums_suffice(self, rows: Mapping[str, Tensor]) -> bool:
         """Return whether each Z_i is a plain sum over all candidates."""
-        is_masked = self.false_negative_margin is not None or not {"document_ids", "query_ids"}.isdisjoint(rows)
+        has_ids = not {"document_ids", "query_ids", "dataset_ids"}.isdisjoint(rows)
+        is_masked = self.false_negative_margin is not None or has_ids or not self.in_batch_negatives
         of_documents = "doc_to_doc" in self.directions and "negatives" in rows
         return self.hardness_mode is None and not is_masked and not of_documents
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         rows, directions = stated.inputs.rows, self.directions
         if not self._sums_suffice(rows):
-            return [_blocks_of_pairs(stated, "queries", 1.5 * len(directions), [], self.reduction)]
+            grouped = [] if self.in_batch_negatives and "dataset_ids" not in rows else [2 * 8]
+            return [_blocks_of_pairs(stated, "queries", 1.5 * len(directions), grouped, self.reduction)]
         scale, entries = self.scale_of(stated)
         how: Any = {"scale": scale, "unit_norm": self.normalize}
         entries.append(Pairs(["queries"], ["documents"], columnwise="doc_to_query" in directions, **how))
@@ -167,21 +174,29 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
         return reduce_pairs(
             batch, loss, [batch.prepared(x, normalize=self.normalize) for x in arguments],
-            ids=_ids_of_pairs(batch), owners=batch.rows.get("owners"), reduction=self.reduction,
+            ids=_ids_of_pairs(batch), owners=batch.rows.get("owners"), groups=self._groups(batch), reduction=self.reduction,
         )  # fmt: skip
 
+    def _groups(self, batch: Batch) -> Tensor | None:
+        """Return the group of each pair, which is compared with those of its group: its data set, or itself alone."""
+        index, ids = batch.indices(), batch.rows.get("dataset_ids")
+        if not self.in_batch_negatives:
+            return index
+        return None if ids is None else torch.where(ids < 0, -1 - index, ids.long())
 
-_UNSUPPORTED = "computes MNRL without hardness_mode, ids, false_negative_margin and the direction doc_to_doc"
+
+_OWN_NEGATIVES = "in_batch_negatives=False leaves a query its own negatives: pass negatives, and only query_to_doc."
+_UNSUPPORTED = "computes MNRL with in-batch negatives, without hardness_mode, ids, false_negative_margin and doc_to_doc"
 
 
 def _blocks_of_pairs(
-    stated: CallInputs, anchors: str, matmuls: float, guides: list[int], reduction: Reduction
+    stated: CallInputs, anchors: str, matmuls: float, further: list[int], reduction: Reduction
 ) -> Blocks:
-    """Return what :func:`reduce_pairs` sends: candidates of twice the width, which of them are single, guides, ids."""
+    """Return what :func:`reduce_pairs` sends: candidates of twice the width, which of them are single, further data, ids."""
     rows = stated.inputs.rows
     return Blocks(
         [anchors], [anchors, *(x for x in ("negatives",) if x in rows)], width=2 * rows[anchors].shape[1],
-        companions=[1, *guides, *(2 * 8 for name in _IDS if name in rows)], parameters=stated.learnt("temperature"),
+        companions=[1, *further, *(2 * 8 for name in _IDS if name in rows)], parameters=stated.learnt("temperature"),
         reduction=reduction, matmuls=matmuls,
     )  # fmt: skip
 
@@ -191,14 +206,6 @@ _IDS = {"document_ids": "negative_ids", "query_ids": ""}  # of pairs, and of the
 
 def _ids_of_pairs(batch: Batch) -> list[tuple[Tensor, Tensor | None]]:
     return [(batch.rows[x], batch.rows.get(y)) for x, y in _IDS.items() if x in batch.rows]
-
-
-def _distinct(block: AnchorBlock, ids_from: int) -> Tensor:
-    """Return which candidates have none of the anchor's ids, which are the companions from this one on."""
-    distinct = torch.ones_like(block.positive)
-    for ids, of_candidates in block.companions[ids_from:]:
-        distinct &= (ids[:, None] != of_candidates[:, 0]) | (of_candidates[:, 1] == 0)
-    return distinct
 
 
 def _threshold(pairs: PairBlock, margin: float | Tensor, strategy: Strategy) -> Tensor:
@@ -231,7 +238,7 @@ def _pair_losses(
     has_guide: bool = False,  # then negatives are candidates of queries alone
 ) -> tuple[Tensor, Tensor]:
     x, is_own = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
-    distinct = _distinct(block, 2 if has_guide else 1)
+    distinct = comparable(block, 2 if has_guide else 1)
     guide = split_pairs(*block.companions[1], block.companions[0][1]) if has_guide else x
     threshold = None if margin[0] is None else _threshold(guide, margin[0], margin[1])
     others: dict[Direction, Tensor] = {}

@@ -67,7 +67,7 @@ FULL: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
     "MNRL": (
         cz.MNRL(),
         dict.fromkeys(("queries", "documents", "negatives"), Z64)
-        | dict.fromkeys(("owners", "document_ids", "negative_ids", "query_ids"), IDS),
+        | dict.fromkeys(("owners", "document_ids", "negative_ids", "query_ids", "dataset_ids"), IDS),
     ),
     "MultiPositive": (
         cz.MultiPositive(),
@@ -156,6 +156,8 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MNRL()(EYE, EYE, EYE, Y + 1), "MNRL: owners are rows of this rank's 3 queries, or -1, got 1 … 3"),
     (lambda: cz.MNRL()(EYE, EYE, None, Y), "MNRL: owners came without negatives"),
     (lambda: cz.MNRL()(EYE, EYE, EYE, None, None, Y), "MNRL: negative_ids are compared with document_ids"),
+    (lambda: cz.MNRL(in_batch_negatives=False)(EYE, EYE), "MNRL: in_batch_negatives=False … pass negatives"),
+    (lambda: cz.MNRL(in_batch_negatives=False, directions=("query_to_doc", "doc_to_query")), "only query_to_doc"),
     (lambda: cz.MNRL(false_negative_margin=torch.ones(1, requires_grad=True)), "a constant"),
     (lambda: cz.MNRL(directions=("doc_to_query",)), "MNRL: directions are 'query_to_doc' and any of"),
     (

@@ -109,6 +109,12 @@ def with_ids(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ..
     return q, d, negatives, owners, id_of(d), id_of(negatives), id_of(4 * q)
 
 
+def of_datasets(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor | None, ...]:
+    """Data sets are made of values, some pairs have none; a third of the negatives is of nobody."""
+    q, d, negatives, owners = mined(q, d, one, two)
+    return q, d, negatives, owners.where(negatives[:, 0] < 0.4, -1), None, None, None, id_of(2 * q).clamp(min=-1)
+
+
 def id_of(x: Tensor) -> Tensor:
     return x[:, -1].detach().floor().int()
 
@@ -152,6 +158,24 @@ def dense_mnrl(
     chosen = [logits[name] for name in directions]
     each = torch.stack([x.logsumexp(1) for x in chosen]).mean(0) if partition_mode == "per_direction" else None
     return ((torch.cat(chosen, 1).logsumexp(1) if each is None else each) - own[:, 0] / temperature).mean()
+
+
+def dense_mnrl_of_datasets(
+    q: Tensor, d: Tensor, negatives: Tensor, owners: Tensor, *ids: Tensor, temperature: Any,
+    directions: tuple[str, ...] = ("query_to_doc",), in_batch_negatives: bool = True,
+) -> Tensor:  # fmt: skip
+    """The batches of the data sets side by side; a pair without others is a data set."""
+    n, total = len(q), 0 * q.sum()
+    datasets = ids[-1] if in_batch_negatives else torch.full((n,), -1)
+    datasets = datasets.where(datasets >= 0, -1 - torch.arange(n))
+    for dataset in datasets.unique():
+        rows = (datasets == dataset).nonzero().flatten()
+        places = torch.full((n + 1,), -2)  # of the queries in this batch; the last one is of owner −1
+        places[rows], places[-1] = torch.arange(len(rows)), -1
+        seen = places[owners] > -2
+        batch = q[rows], d[rows], negatives[seen], places[owners[seen]]
+        total = total + len(rows) * dense_mnrl(*batch, temperature=temperature, directions=directions)
+    return total / n
 
 
 def guided(a: Tensor, p: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -317,6 +341,8 @@ ENTRIES: list[Entry] = [
     row("MNRL, symmetric", dense_mnrl, "views", mined, 4, directions=BOTH, partition_mode="per_direction"),
     row("MNRL, masked", dense_mnrl, "views", with_ids, 4, directions=ALL, **MASKED, **OTHERS),
     row("MNRL, Qwen3", dense_mnrl, "views", mined, 4, directions=QWEN3, false_negative_margin=0.1, **OWN),
+    row("MNRL, data sets", dense_mnrl_of_datasets, "views", of_datasets, 4, directions=ALL),
+    row("MNRL, own negatives", dense_mnrl_of_datasets, "views", mined, 4, in_batch_negatives=False),
     row("GIST", dense_gist, "views", with_teacher, 2),
     row("GIST, masked", dense_gist, "views", guided, 3, margin=0.3, margin_strategy="relative"),
     row("ClipDistillation", dense_distillation, "views", with_teacher, 2),
