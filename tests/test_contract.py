@@ -31,6 +31,9 @@ from tests.test_operators import Operators
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
 from tools.gallery.recipe import GALLERY
 
+BY_ROWS = ("MNRL, data sets", "SupCon, several labels", "SupCon, mostly shared labels")
+"""What these compare depends on arguments of the call, with which there is no ring."""
+IN_A_RING = [x for x in WHOLE_ZOO if x.make(temperature=0.3).ring_problem() is None and x.name not in BY_ROWS]
 LEARNABLE = [entry for entry in ZOO + zoo_softmax.ENTRIES if not entry.name.startswith("RowLoss")]
 
 
@@ -76,7 +79,7 @@ def test_one_step_takes_either_path(monkeypatch, pools: Pools) -> None:
             same_encoder_gradient(Trial(case, GlobalBatch((3, 2), d=3, seed=seed), pools.threads))
 
 
-@pytest.mark.parametrize("entry", [x for x in WHOLE_ZOO if x.make(temperature=0.3).ring_problem() is None], ids=str)
+@pytest.mark.parametrize("entry", IN_A_RING, ids=str)
 @given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
 def test_the_contract_holds_in_a_ring(entry: Entry, batch, trainer, pools: Pools) -> None:
     def make():

@@ -98,6 +98,7 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
     "symmetric": views(cz.InfoNCE(symmetric=True)),
     "smoothed": views(cz.Clip(label_smoothing=0.1)),
     "views of a sample": lambda n, d: (cz.SupCon(temperature=learnt()), [embeddings(n, 3, d), labels(n)]),
+    "several labels": lambda n, d: (cz.SupCon(), [embeddings(n, 3, d), torch.ones(n, 5).long()]),
     "all directions": views(cz.MNRL(directions=ALL_DIRECTIONS)),
     "a masked MNRL": lambda n, d: (
         cz.MNRL(false_negative_margin=0.1),

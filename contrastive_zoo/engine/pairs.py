@@ -225,10 +225,11 @@ def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tens
 class LabelledPairs(_Pairs):
     """Similarities z_i·z_k / t of all embeddings; the positives of an anchor are the others with its label.
 
-    The first of the batch's tensors are embeddings, [n, d] or [n, v, d]. Labels None make each sample a class of its own.
+    The first of the batch's tensors are embeddings, [n, d] or [n, v, d]. Labels None make each sample a class of its own;
+    of labels [n, C] a loss of blocks says which are positives.
     """
 
-    labels: Integer[Tensor, " n"] | Bool[Tensor, " n"] | None
+    labels: Integer[Tensor, "n ..."] | Bool[Tensor, "n ..."] | None
 
     @cached_property
     def views(self) -> int:
@@ -240,7 +241,8 @@ class LabelledPairs(_Pairs):
 
     @cached_property
     def ids(self) -> Int[Tensor, " a"]:
-        return self.samples if self.labels is None else self.labels.long().repeat_interleave(self.views)
+        of_class = None if self.labels is None or self.labels.ndim == 2 else self.labels
+        return self.samples if of_class is None else of_class.long().repeat_interleave(self.views)
 
     @cached_property
     def candidates(self) -> Candidates:
@@ -270,11 +272,13 @@ class LabelledPairs(_Pairs):
         return others, mean, positives
 
     def reduce_rows(self, loss: BlockLoss, reduction: Reduction, *, mask: Tensor | None = None) -> Float[Tensor, "..."]:
-        """Reduce a loss of blocks, whose positives may be given by a mask.
+        """Reduce a loss of blocks, whose positives may be given by a mask, or by labels [n, C].
 
-        The rows of the mask [n, N] and the candidates' samples are the loss's companions.
+        The rows of the mask [n, N] and the candidates' samples, or the labels of both, are the loss's companions.
         """
         companions = [] if mask is None else [(mask.bool().repeat_interleave(self.views, 0), self.samples)]
+        if self.labels is not None and self.labels.ndim == 2:
+            companions = [(labels := self.labels.bool().repeat_interleave(self.views, 0), labels)]
         return reduce_rows(
             self.batch, loss, self.candidates, self.ids, times=self.views, companions=companions, reduction=reduction
         )

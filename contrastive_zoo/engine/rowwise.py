@@ -64,7 +64,7 @@ def reduce_rows(
     where, is_one_tower, splits = candidate_shards or shards, candidates is None, batch.plan.work == "own anchors"
     watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and splits else None
     all_ids = batch.gather_detached(ids if candidate_ids is None else candidate_ids, where)
-    if is_one_tower and times == 1:
+    if is_one_tower and times == 1 and not companions:  # which say what positives are
         batch.note_labels(all_ids)
     pairs = tuple((x, batch.gather_detached(y, where)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates

@@ -131,6 +131,7 @@ Positive = Annotated[float, Bounds(above=0)]
 NonNegative = Annotated[float, Bounds(low=0)]
 Share = Annotated[float, Bounds(low=0, high=1)]
 Momentum = Annotated[float, Bounds(low=0, high=1, constant=True)]
+Threshold = Momentum
 Smoothing = Momentum  # the share of a target that is spread evenly over all candidates
 Size = Annotated[int, Bounds(low=1, whole=True)]
 Temperature = Annotated[float | Tensor | nn.Module, Bounds(fix="For a logit scale s pass temperature=1/s.", above=0)]

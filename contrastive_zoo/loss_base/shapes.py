@@ -105,7 +105,7 @@ def _owner(samples: str, shapes: Mapping[str, Shapes]) -> str:
 
 def _labels_problem(name: str, x: Tensor, allowed: Shapes, first: _First) -> str | None:
     (samples, *more), kind = allowed[0]
-    if more or kind != "integer" or len(allowed) > 1:
+    if more or kind != "integer" or (len(allowed) > 1 and (name != "labels" or x.ndim != 1)):
         return None
     return labels_problem(name, x, first[samples][2] if samples in first else None)
 

@@ -39,15 +39,15 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         loss = mean_i [ mean_directions log Z_i  −  q_i·d_i / t ]         "per_direction"
 
     h_ix = hardness_strength · q_i·x, held constant, or 0. False negatives are left out of every Z_i: those with the ids of
-    pair i, and terms s(·,·) > q_i·d_i + margin, or if relative > q_i·d_i + margin · |q_i·d_i|, up to 64 units of rounding.
+    pair i, and terms s(·,·) > q_i·d_i + margin, times |q_i·d_i| if relative, up to rounding.
 
     Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids, dataset_ids)``:
 
     - queries, documents: [n, d].
-    - negatives: [m, d], candidates of every query.
-    - owners: [m], the index of the query whose negative it is, or −1 for all.
+    - negatives: [m, d], of all queries.
+    - owners: [m], the query that a negative was mined for, or −1.
     - document_ids, negative_ids, query_ids: [n], [m], [n] integers; equal ids are one document or query.
-    - dataset_ids: [n] integers; pairs are compared within their data set, and those with −1 with their own negatives only.
+    - dataset_ids: [n] integers; pairs are compared within a data set; those of −1 with their own negatives only.
 
     Args:
         temperature: t > 0.
@@ -56,7 +56,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         hardness_mode: which candidates have h: ``"in_batch_negatives"``, ``"hard_negatives"`` (a query's own),
             ``"all_negatives"`` or None.
         hardness_strength: non-negative.
-        false_negative_margin: the margin; None masks by ids only.
+        false_negative_margin: the margin; None: only ids.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         mask_doc_to_doc: whether the margin masks doc_to_doc.
         in_batch_negatives: False is data set −1 for all.

@@ -18,9 +18,9 @@ from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
 from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
-from contrastive_zoo.loss_base.settings import Bounds, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, Temperature, Threshold
 from contrastive_zoo.loss_base.shapes import candidates_problem
-from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule
 
 
 class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
@@ -30,27 +30,27 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
-    averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
+    averaged over anchors with a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
     positive).sum(1) / positive.sum(1)``. The authors' code, ``temperature=0.07, base_temperature=0.07``, counts anchors
-    without a positive in the mean.
+    without a positive. With labels [n, C] and J_ip = |labels of i and p| / |labels of i or p|
+
+        loss_i = mean_{p∈P(i)} J_ip [ log Σ_{k≠i} exp(z_i·z_k / t)  −  z_i·z_p / t ]
 
     Called as ``loss(embeddings, labels, mask)``:
 
-    - embeddings: [n, d]; or [n, v, d], v views of each sample, the same v everywhere.
-    - labels: [n] integers; None with views makes each sample a class of its own.
+    - embeddings: [n, d]; or [n, v, d], v views of each sample.
+    - labels: [n] integers, or [n, C], 1 for a sample's labels and else 0; None with views makes each sample a class.
     - mask: [n, N], in place of labels: whether each of the N samples of all ranks, in rank order, is a positive of each
-      local sample. An embedding is never its own positive.
+      local sample.
 
     Args:
         temperature: t > 0.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in, whose last term is log mean_{p∈P(i)} exp(z_i·z_p / t).
-        base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
-        reduction: with views ``"none"`` is for the local anchors sample by sample, [n · v].
+        min_jaccard: the least J_ip > 0 of positives.
+        base_temperature: t₀; the loss is multiplied by t / t₀, without gradient; None: by 1.
+        reduction: ``"none"`` with views: sample by sample, [n · v].
         normalize: normalise embeddings first.
         check_finite: refuse NaN and infinite embeddings.
-
-    Raises:
-        ValueError: labels together with a mask, or a mask without a column for each sample of all ranks.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -60,22 +60,29 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
         >>> loss(torch.eye(2)[:, None].repeat(1, 2, 1))   # two samples, two views: log(e + 2) − 1
         tensor(0.5514)
 
-    Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362
+    Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362; labels [n, C]:
+    https://github.com/WolodjaZ/MultiSupContrast
     """
 
     temperature: Temperature = 0.1
     variant: Literal["out", "in"] = "out"
+    min_jaccard: Threshold = 0.0
     base_temperature: Annotated[float, Bounds(above=0)] | None = None
     normalize: bool = True
 
     def inputs(
         self,
         embeddings: Float[Tensor, "n d"] | Float[Tensor, "n v d"],
-        labels: Int[Tensor, " n"] | None = None,
+        labels: Int[Tensor, " n"] | Int[Tensor, "n C"] | None = None,
         mask: Shaped[Tensor, "n N"] | None = None,
     ) -> Inputs:
         rows = {"embeddings": embeddings, "labels": labels, "mask": mask}
-        return Inputs.of(rows, _problem(embeddings, labels, mask))
+        problem = _problem(embeddings, labels, mask)
+        if labels is None or labels.ndim == 1:
+            return Inputs.of(rows, problem)
+        if problem is None and self.variant == "in":
+            problem = "variant='in' takes one label of each sample, [n]: pass variant='out' for labels [n, C]."
+        return Inputs.of(rows, problem, values=[range_rule(labels, 0, 1, _other_labels)])
 
     def needs(self, inputs: Inputs) -> Needs:
         needs = super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
@@ -84,7 +91,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
 
     def _by_rows(self, rows: Mapping[str, Tensor]) -> bool:
         """Return whether positives are no whole classes, or their logits are summed inside the logarithm."""
-        return self.variant == "in" or "mask" in rows
+        return self.variant == "in" or "mask" in rows or ("labels" in rows and rows["labels"].ndim == 2)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         names = ["embeddings"]
@@ -93,7 +100,10 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             self_sums = Local(names, bytes=stated.width * stated.wide)
             sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, by_class=True)]
             return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
-        companions = [8] if "mask" in stated.inputs.rows else []
+        rows = stated.inputs.rows
+        companions = (
+            [8] if "mask" in rows else [x.shape[1] for x in (rows.get("labels"),) if x is not None and x.ndim == 2]
+        )
         how: Any = {"parameters": stated.learnt("temperature", "base_temperature"), "reduction": self.reduction}
         return [Blocks(names, companions=companions, **how)]
 
@@ -113,29 +123,49 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
         return f"a ring {_BY_ROWS}" if self.variant == "in" else super().ring_problem()
 
     def block_loss(self, batch: Batch) -> BlockLoss:
-        settings = {name: getattr(batch.settings, name) for name in ("temperature", "variant", "base_temperature")}
+        names = ("temperature", "variant", "base_temperature", "min_jaccard")
+        settings = {name: getattr(batch.settings, name) for name in names}
         return BlockLoss(_block_losses, **settings)
 
 
-_BY_ROWS = "computes SupCon with variant='out', without a mask"
+_BY_ROWS = "computes SupCon with variant='out' and one label of each sample, without a mask"
 
 
 def _block_losses(
-    block: AnchorBlock, temperature: Tensor, variant: Literal["out", "in"], base_temperature: float | None = None
+    block: AnchorBlock,
+    temperature: Tensor,
+    variant: Literal["out", "in"],
+    base_temperature: float | None = None,
+    min_jaccard: float | Tensor = 0.0,
 ) -> tuple[Tensor, Tensor]:
     logits = block.anchors @ block.candidates.T / temperature
-    positive, candidates = block.positive, block.positive | block.negative
+    positive, candidates, weights = block.positive, block.positive | block.negative, None
     for mask, samples in block.companions:
-        positive = mask.index_select(1, samples) & candidates
+        if samples.ndim == 2:  # labels of anchors and candidates
+            weights = _jaccard(mask.to(logits.dtype), samples.to(logits.dtype))
+            positive = (weights >= min_jaccard) & (weights > 0) & candidates
+        else:
+            positive = mask.index_select(1, samples) & candidates
     count = positive.sum(1, dtype=logits.dtype)
     divisor = count.clamp(min=1)
     left_out = positive if variant == "in" else positive & (count == 1)[:, None]
     others = masked_log_sum_exp(logits, candidates & ~left_out)
     if variant == "in":
         losses = cross_entropy(masked_log_sum_exp(logits, positive, empty=0.0), others) + divisor.log()
-    else:
+    elif weights is None:
         losses = _losses(others, logits.where(positive, 0).sum(1) / divisor, count)
+    else:
+        weights = weights.where(positive, 0)
+        total = weights.sum(1)
+        mean = (weights * logits).sum(1) / total.where(count > 0, 1)
+        losses = total / divisor * _losses(others, mean, count)
     return _rescaled(losses, temperature, base_temperature), count > 0
+
+
+def _jaccard(x: Float[Tensor, "c C"], y: Float[Tensor, "N C"]) -> Float[Tensor, "c N"]:
+    """Return the number of labels that two samples share, divided by those that either has; 0 for samples without any."""
+    shared = x @ y.T
+    return shared / (x.sum(1)[:, None] + y.sum(1) - shared).clamp(min=1)
 
 
 def _losses(others: Tensor, mean: Tensor, count: Tensor) -> Tensor:
@@ -153,9 +183,15 @@ def _rescaled(losses: Tensor, temperature: float | Tensor, base_temperature: flo
 def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> str | None:
     if mask is not None and labels is not None:
         return "positives are given by labels or by a mask, got both. Leave one out."
+    if labels is not None and labels.ndim == 2 and labels.shape[1] < 2:
+        return labels_problem("labels", labels, len(embeddings))
     if embeddings.ndim == 3:
         return candidates_problem("embeddings", embeddings, at_least=1)
     return NO_LABELS if mask is None and labels is None else None
+
+
+def _other_labels(least: int, most: int) -> str:
+    return f"labels [n, C] are 1 for each label of a sample and else 0, got {least} … {most}."
 
 
 class SINCERE(RowLoss):

@@ -167,6 +167,15 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.ScoreDistillation()(EYE, EYE[:, None], EYE[:, :1]), "candidates are [n, k, d] with k >= 2"),
     (lambda: cz.SupCon()(EYE, Y, torch.ones(3, 3)), "labels or by a mask, got both"),
     (lambda: cz.SupCon()(EYE, mask=torch.ones(3, 2)), "a column for each of the 3 samples of all ranks, got float32"),
+    (
+        lambda: cz.SupCon()(EYE, 2 * EYE.long()),
+        "SupCon: labels [n, C] are 1 for each label of a sample and else 0, got 0 … 2",
+    ),
+    (
+        lambda: cz.SupCon()(EYE, Y[:, None]),
+        "SupCon: labels are one integer per row, got int64 [3, 1]. Use labels.flatten()",
+    ),
+    (lambda: cz.SupCon(variant="in")(EYE, EYE.long()), "variant='in' takes one label of each sample"),
     (lambda: cz.FastAP(normalize=False), "unit rows"),
     (lambda: cz.NormalizedSoftmax(2, 3, shard_over=cz.World())(EYE, Y), "labels are classes 0 … 1, got 2. Number them"),
     (lambda: cz.NormalizedSoftmax(5, 3, shard_over=cz.World(0, 2))(EYE, Y), "hold the weights of 3 classes of 5"),

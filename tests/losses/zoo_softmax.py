@@ -313,6 +313,27 @@ def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
 
 
 SMOOTHED = {"label_smoothing": 0.3}
+
+
+def several_labels(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Three labels, made of classes and values, of which a sample may have none; two views."""
+    first, last = z.detach()[:, 0], z.detach()[:, -1]
+    return torch.stack([z, second_tower(z)], 1), torch.stack([labels % 2 == 0, first > 0, last < 0.3], 1).long()
+
+
+def dense_multi_label(z: Tensor, labels: Tensor, temperature: Any, min_jaccard: float = 0.0) -> Tensor:
+    """Anchor by anchor, with sets of labels."""
+    sets = [{*x.nonzero().flatten().tolist()} for x in labels.repeat_interleave(2, 0)]
+    rows, losses = unit(z.flatten(0, 1)), []
+    log_shares = (rows @ rows.T / temperature).masked_fill(itself(rows), -torch.inf).log_softmax(1)
+    for i, own in enumerate(sets):
+        jaccard = {k: len(own & other) / len(own | other) for k, other in enumerate(sets) if k != i and own & other}
+        positives = {k: j for k, j in jaccard.items() if j >= min_jaccard}
+        if positives:
+            losses.append(-sum(j * log_shares[i, k] for k, j in positives.items()) / len(positives))
+    return sum(losses, 0 * z.sum()) / max(1, len(losses))
+
+
 QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")
 MASKED = {"false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
 T0 = {"base_temperature": 0.07}
@@ -349,6 +370,8 @@ ENTRIES: list[Entry] = [
     row("SupCon, in", dense_sup_con_in, "labels", variant="in"),
     row("SupCon, views", dense_sup_con_of_views, "views", together, 3, **T0),
     row("SupCon, mask", dense_sup_con_of_mask, "labels", kind=SupConOfMask),
+    row("SupCon, several labels", dense_multi_label, "labels", several_labels),
+    row("SupCon, mostly shared labels", dense_multi_label, "labels", several_labels, min_jaccard=0.5),
     row("SINCERE", dense_sincere, "labels"),
     row("SINCERE, pairs", dense_sincere, "labels", average="pairs"),
     row("NCA", dense_nca, "labels"),
