@@ -104,6 +104,7 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
         cz.MNRL(false_negative_margin=0.1),
         [embeddings(n, d), embeddings(n, d), embeddings(2 * n, d)],
     ),
+    "captions": lambda n, d: (cz.SigLIP(), [embeddings(n, d), embeddings(2 * n, d), labels(n), labels(2 * n)]),
     "own negatives": lambda n, d: (
         cz.MNRL(in_batch_negatives=False),
         [embeddings(n, d), embeddings(n, d), embeddings(2 * n, d)],

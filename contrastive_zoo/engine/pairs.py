@@ -191,26 +191,39 @@ class TowerPairs(_Pairs):
     def _factors(self, rows: int, columns: int) -> tuple[Tensor, Tensor] | None:
         return None if self.factors is None else (self.factors[rows], self.factors[columns])
 
-    def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
-        """Reduce ``-logsigmoid(±(q_i·k_j / t + bias)).sum(1)`` over all queries: + for the own key, − for others."""
+    def binary_cross_entropy(
+        self, reduction: Reduction, bias: float | Tensor, ids: Tensor | None = None, key_ids: Tensor | None = None
+    ) -> Float[Tensor, "..."]:
+        """Reduce ``-logsigmoid(±(q_i·k_j / t + bias)).sum(1)`` over all queries: + for the own key, − for others.
+
+        With ids + is for all keys with the query's id, key_ids None being the same.
+        """
         batch = self.batch
         if batch.plan.arithmetic == "one operator":
             return small_batch_siglip(
                 batch, *batch.rows.values(), temperature=self.temperature, bias=bias, reduction=reduction
             )
         x, y = self.rows
-        if batch.plan.is_plain:
+        if batch.plan.is_plain or ids is not None:
             loss = BlockLoss(_sigmoid, temperature=self.temperature, bias=bias)
-            return reduce_rows(batch, loss, x, batch.indices(), candidates=y, reduction=reduction)
+            return reduce_rows(
+                batch, loss, x, batch.indices() if ids is None else ids.long(), candidates=y,
+                candidate_ids=None if key_ids is None else key_ids.long(), candidate_shards=self._shards[1],
+                reduction=reduction,
+            )  # fmt: skip
         return sum_over_sigmoid_pairs(
             x, y, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
             shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
             gathered=self._gather_shared(1),
         )  # fmt: skip
 
+    @property
+    def _shards(self) -> list[Shards]:
+        return [self.batch.shards[name] for name, x in self.batch.rows.items() if is_embedding(x)]
+
     @cached_property
     def negative_shards(self) -> list[Shards]:
-        return [self.batch.shards[name] for name, x in self.batch.rows.items() if is_embedding(x)][2:]
+        return self._shards[2:]
 
 
 def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -40,24 +40,27 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
 
     - embeddings: [n, d]; or [n, v, d], v views of each sample.
     - labels: [n] integers, or [n, C], 1 for a sample's labels and else 0; None with views makes each sample a class.
-    - mask: [n, N], in place of labels: whether each of the N samples of all ranks, in rank order, is a positive of each
-      local sample.
+    - mask: [n, N], in place of labels: whether each of the N samples of all ranks, in rank order, is a positive of a
+      local one.
 
     Args:
         temperature: t > 0.
-        variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in, whose last term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+        variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in, with a last term log mean_{p∈P(i)} exp(z_i·z_p / t).
         min_jaccard: the least J_ip > 0 of positives.
-        base_temperature: t₀; the loss is multiplied by t / t₀, without gradient; None: by 1.
+        base_temperature: t₀; the loss is multiplied by t / t₀, detached; None: by 1.
         reduction: ``"none"`` with views: sample by sample, [n · v].
         normalize: normalise embeddings first.
         check_finite: refuse NaN and infinite embeddings.
 
+    Raises:
+        ValueError: a mask with labels, or of another width.
+
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> loss = SupCon(temperature=1.0)
-        >>> loss(z, torch.tensor([0, 0, 1]))   # log(e + 1) − 1; row 2 has no positive
+        >>> loss(z, torch.tensor([0, 0, 1]))   # log(e + 1) − 1
         tensor(0.3133)
-        >>> loss(torch.eye(2)[:, None].repeat(1, 2, 1))   # two samples, two views: log(e + 2) − 1
+        >>> loss(torch.eye(2)[:, None].repeat(1, 2, 1))   # two views: log(e + 2) − 1
         tensor(0.5514)
 
     Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362; labels [n, C]:

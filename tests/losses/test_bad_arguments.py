@@ -149,6 +149,11 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MultiPositive()(EYE, EYE[:2], Y), "MultiPositive: key_ids are missing"),
     (lambda: cz.MultiPositive(symmetric=True)(EYE, EYE, Y, Y), "are for paired rows: leave key_ids and weights out"),
     (lambda: cz.MultiPositive()(EYE, EYE, Y, Y, -torch.ones(3)), "weights are non-negative, one per id"),
+    (
+        lambda: cz.SigLIP()(EYE, EYE[:2], Y),
+        "SigLIP: images float32 [3, 3] do not pair with texts … Pass ids and text_ids",
+    ),
+    (lambda: cz.SigLIP()(EYE, EYE, None, Y), "SigLIP: text_ids are compared with ids"),
     (lambda: cz.InfoNCE(in_batch_negatives=False)(EYE, EYE), "InfoNCE: in_batch_negatives=False … pass negatives"),
     (lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True)(EYE, EYE, EYE), "and not symmetric"),
     (lambda: cz.OnlineContrastive()(EYE, EYE, Y), "labels are 1 for a positive pair and 0"),

@@ -78,6 +78,18 @@ def dense_smoothed_pairs(q: Tensor, k: Tensor, x: Tensor, temperature: Any, labe
     return F.cross_entropy(logits, torch.zeros(len(q)).long(), label_smoothing=label_smoothing)
 
 
+def captions(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    return z, torch.cat([second_tower(z), z.sin()]), labels, torch.cat([labels, labels + 1])
+
+
+def dense_siglip_of_ids(
+    x: Tensor, y: Tensor, ids: Tensor, text_ids: Tensor | None = None, *, temperature: Any
+) -> Tensor:
+    same = (ids[:, None] == (ids if text_ids is None else text_ids)).double()
+    logits = unit(x) @ unit(y).T / temperature - 10
+    return F.binary_cross_entropy_with_logits(logits, same, reduction="sum") / len(x)
+
+
 def teacher(*rows: Tensor) -> list[Tensor]:
     return [(3 * x).sin().detach() for x in rows]
 
@@ -349,6 +361,8 @@ ENTRIES: list[Entry] = [
         "InfoNCE, smoothed pairs", dense_smoothed_pairs, "views", two_negatives, 4, in_batch_negatives=False, **SMOOTHED
     ),
     row("SigLIP", dense_siglip, kind=learnt(cz.SigLIP)),
+    row("SigLIP, ids", dense_siglip_of_ids, "labels", two_towers),
+    row("SigLIP, captions", dense_siglip_of_ids, "labels", captions),
     row("MultiPositive, duplicates positive", dense_multi_positive, "labels", two_towers),
     row("MultiPositive, ignored", dense_multi_positive, "labels", two_towers, duplicates="ignore"),
     row("MultiPositive, symmetric", dense_multi_positive, "labels", two_towers, symmetric=True),
