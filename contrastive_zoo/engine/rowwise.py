@@ -244,7 +244,7 @@ def reduce_pairs(
     of_ids: list[tuple[Tensor, Tensor]] = []
     if groups is not None:
         flags = torch.where(of_singles < 0, NO_ID, SAME_GROUP)
-        of_owners = of_singles if owners is None else torch.cat([groups, groups.new_zeros(1)])[owners]
+        of_owners = of_singles if owners is None else torch.cat([groups, groups.new_zeros(1)])[owners.long()]
         of_ids = [(groups, torch.cat([_with_flag(groups, SAME_GROUP), _with_flag(of_owners, flags)]))]
     of_guides = [concat_pairs(*guide)[:2] for guide in guides]
     for x, y in ids:
