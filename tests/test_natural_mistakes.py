@@ -327,7 +327,7 @@ EXPRESSION = re.compile(r"(?:Use|Pass|such as) (\w+(?:\[[^\]]*\])?(?:\.\w+(?:\([
 
 
 def of_labels(labels: Tensor) -> Tensor:
-    return cz.Triplet()(ROWS, labels)
+    return cz.NPairs()(ROWS, labels)
 
 
 def of_embeddings(embeddings: Tensor) -> Tensor:
