@@ -18,10 +18,10 @@ from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, error_message
-from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, send_from_device, value_and_gradients
 from tests.test_accelerator import ENTRIES as OTHER_ENTRIES
-from tests.test_accelerator import LEFT_OUT, may_read
+from tests.test_accelerator import LOSSES as ENTRIES
+from tests.test_accelerator import may_read
 from tests.zoo import Entry
 
 pytestmark = pytest.mark.kernels
@@ -71,7 +71,6 @@ def is_own(entry: Entry) -> bool:
     return all(is_of_this_library(type(x)) for x in entry.case().make().loss.modules())
 
 
-ENTRIES = [entry for entry in WHOLE_ZOO if str(entry) not in LEFT_OUT]
 CASES = list(itertools.product(ENTRIES, [True, False]))
 DRAWN = CASES if EVERY_CASE else [(entry, index % 4 > 0) for index, entry in enumerate(ENTRIES[::3])]
 
