@@ -260,10 +260,8 @@ def test_derivatives_are_those_of_one_process(name: str, sizes, root, seed, worl
 
 
 COMPLETE: dict[str, Run] = {
-    **{
-        f"all_reduce {op}": lambda x, at, op=op: cz.collectives.all_reduce(x, op, gradient="complete")
-        for op in ("sum", "mean")
-    },
+    "all_reduce sum": lambda x, at: cz.collectives.all_reduce(x, gradient="complete"),
+    "all_reduce mean": lambda x, at: cz.collectives.all_reduce(x, "mean", gradient="complete"),
     "all_gather": lambda x, at: cz.collectives.all_gather(x, gradient="complete"),
 }
 

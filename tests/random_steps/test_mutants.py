@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.handshake import shake_hands
 from contrastive_zoo.testing.worlds import RankError, Worlds
-from tests.random_steps.rank import Action, Played, play
+from tests.random_steps.rank import Action, Played, limits, play
 from tests.random_steps.test_random_steps import SHARED, change, steps
 
 call = cz.DistributedLoss.forward
@@ -91,12 +90,8 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], str, list[Action], str]]
 
 def mutated(name: str) -> Played:
     patches, loss, program, _ = MUTANTS[name]
-    for target, mutant in patches.items():
-        patch(target, mutant).start()
-    try:
+    with limits(patches):
         return play(loss, SHARED, program)
-    finally:
-        patch.stopall()
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.audit] * (x == HANGS)) for x in MUTANTS])
