@@ -163,10 +163,10 @@ ANYWHERE: list[tuple[Callable[[Wrap], Any], str]] = [
     ),
     (lambda w: w(cz.NTXent())(*[z()] * last(1, 2)), "two or more views … got 1 … loss(view1, view2)"),
     (lambda w: w(cz.SupCon())(z(), *[y()] * last(0, 1)), "labels are missing … call loss"),
-    (lambda w: w(cz.SupCon())(z(), last(2, 1) * torch.ones(4, 3).long()), "SupCon: labels [n, C] are 1 … got 2 … 2"),
+    (lambda w: w(cz.SupCon())(z(), last(2, 1) * torch.ones(4, 3).long()), "labels [n, C] are 1 … got 2 … 2"),
     (
         lambda w: w(cz.SigLIP())(z(), z(last(3, 4)), y()),
-        "SigLIP: images … do not pair with texts … Pass ids and text_ids",
+        "images … do not pair with texts … Pass ids and text_ids",
     ),
     (lambda w: w(cz.MNRL(in_batch_negatives=False))(z(), z(), *[z()] * last(0, 1)), "MNRL: … leaves a query its own"),
     (lambda w: w(cz.SupCon())(z(), y(last(5, 4))), "one per row, got 5 for 4 rows … own labels"),

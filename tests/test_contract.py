@@ -74,8 +74,8 @@ def test_one_step_takes_either_path(monkeypatch, pools: Pools) -> None:
     """The mutant writes a rank's gradient to other samples, in small batches of several ranks only."""
     gradient = small_batch._gradient_of_rows
 
-    def misplaced(w, q, k, local_slice, views):
-        found = gradient(w, q, k, local_slice, views)
+    def misplaced(w, q, k, local_slice, views, count):
+        found = gradient(w, q, k, local_slice, views, count)
         return found if local_slice is None else found.roll(1, 0)
 
     monkeypatch.setattr(small_batch, "_gradient_of_rows", misplaced)

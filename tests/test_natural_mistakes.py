@@ -106,7 +106,7 @@ CALLS = {
         lambda: D(cz.Triplet())(z(1).squeeze().unsqueeze(0), y(1)),
     ),
     "a batch of a batch": Mistake(
-        f"labels are one integer per row, got int64 [1, 8] … {BATCH_SAMPLER}",
+        f"labels [n, C] are 1 for each label of a sample and else 0, got 0 … 3. … {BATCH_SAMPLER}",
         lambda: D(cz.SupCon())(z()[None], y()[None]),
         lambda: D(cz.SupCon())(z(), y()),
     ),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import at_least_float32, matmul
+from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.engine.tiling import recomputed, row_blocks
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.row_checks import safe_index
@@ -42,7 +43,7 @@ class ClassPairs:
     weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"]
     normalize: bool = True
     normalize_weights: bool = True
-    label_smoothing: float = 0.0  # the share of a target that is spread evenly over all classes
+    label_smoothing: float | Tensor = 0.0  # the share of a target that is spread evenly over all classes
 
     def cross_entropies(
         self,
@@ -66,7 +67,7 @@ class ClassPairs:
 
         s are the local embeddings' similarities.
         """
-        smoothed = bool(self.label_smoothing)
+        smoothed = smooths(self.label_smoothing)
 
         def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
             s = pooling(_similarities(rows, centers))

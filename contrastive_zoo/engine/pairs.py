@@ -15,7 +15,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, small_batch_siglip
 from contrastive_zoo.engine.softmax import log_sum_exps
-from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, cross_entropy_of_several, log_sum_exp
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, cross_entropy_of_several, log_sum_exp, smooths
 from contrastive_zoo.engine.softmax_sweep import Partners
 from contrastive_zoo.ranks.world import Shards
 
@@ -101,7 +101,7 @@ class TowerPairs(_Pairs):
         *,
         symmetric: bool = False,
         in_batch_negatives: bool = True,
-        label_smoothing: float = 0.0,
+        label_smoothing: float | Tensor = 0.0,
     ) -> Float[Tensor, "..."]:
         """Reduce ``logsumexp(logits of all candidates) - logit of the own key`` over all queries, in nats.
 
@@ -129,7 +129,7 @@ class TowerPairs(_Pairs):
         losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
         if other_queries is not None:
             losses = (losses + cross_entropy(positive, other_queries)) / 2
-        if label_smoothing:
+        if smooths(label_smoothing):
             mean = self._mean_logits(symmetric=symmetric, in_batch_negatives=in_batch_negatives)
             losses = losses + label_smoothing * (positive - mean)
         return batch.reduce(losses.to(q.dtype), reduction=reduction)

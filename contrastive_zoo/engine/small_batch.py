@@ -115,18 +115,18 @@ class _SmallBatch(Function):
         drows = None
         if learns and any(ctx.needs_input_grad):
             w, count = weights(), losses.numel() if mean else sides
-            dz = _gradient_of_rows(w, q, k, local_slice, views)
+            dz = _gradient_of_rows(w, q, k, local_slice, views, count)
             radial = (z * dz).sum(1, keepdim=True)
             if ctx.needs_input_grad[2] and local_slice is None:
                 # each pair is in a row of either side, or in two rows of two views
-                ctx.dtemperature = _read_on_cpu(radial.sum()) * (-scale * scale / (2 * count))
+                ctx.dtemperature = _read_on_cpu(radial.sum()) * (-scale * scale / 2)
             elif ctx.needs_input_grad[2]:
                 ctx.dtemperature = _read_on_cpu((w * logits).sum()) * (-scale / (count * (2 if views else 1)))
             if ctx.needs_input_grad[3]:
                 ctx.dbias = _read_on_cpu(w.sum()) / count
             if has_zero_row:
                 radial.masked_fill_(norm < MIN_NORM, 0)
-            drows = dz.addcmul_(z, radial, value=-1).div_(divisor * (count / scale))
+            drows = dz.addcmul_(z, radial, value=-1).div_(divisor / scale)
         learnt = (x if isinstance(x, Tensor) else None for x in (temperature, bias))
         ctx.save_for_backward(a, b, *learnt, drows)
         return losses.mean() if mean else (losses.sum(dtype=sum_dtype(losses)) / sides).to(losses.dtype)
@@ -150,16 +150,16 @@ def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
     return q.new_empty(len(q), len(k)).addmm_(q, k.T, beta=0, alpha=scale)
 
 
-def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None, views: bool) -> Tensor:
-    """Return the gradient of Σ losses, over the scale, by the unit rows of both sides; zeros but for own rows."""
-    if views and local_slice is None:
-        return w @ q
+def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None, views: bool, count: int) -> Tensor:
+    """Return the gradient of Σ losses / count, over the scale, by the unit rows of both sides; zeros but for own rows."""
     dz = (q.new_empty if local_slice is None else q.new_zeros)(q.shape[0] * (1 if views else 2), q.shape[1])
+    if views and local_slice is None:
+        return dz.addmm_(w, q, beta=0, alpha=1 / count)
     weights, others = (w.chunk(2), (q, q)) if views else ((w, w.T), (k, q))
     for dx, of_side, other in zip(dz.chunk(2), weights, others, strict=True):
         if local_slice is not None:
             dx, of_side = dx[local_slice], of_side[local_slice]
-        torch.mm(of_side, other, out=dx)
+        dx.addmm_(of_side, other, beta=0, alpha=1 / count)
     return dz
 
 

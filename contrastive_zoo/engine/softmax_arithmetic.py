@@ -17,6 +17,11 @@ from torch import Tensor
 from contrastive_zoo.engine.implementation import is_dense
 
 
+def smooths(label_smoothing: object) -> bool:
+    """Return whether label smoothing changes a loss; a tensor may."""
+    return not isinstance(label_smoothing, int | float) or label_smoothing > 0
+
+
 def cross_entropy(positive: Float[Tensor, "*n"], others: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Return ``logaddexp(others, positive) - positive``, as softplus(others − positive), in nats.
 

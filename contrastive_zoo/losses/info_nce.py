@@ -7,6 +7,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry, Pairs
 from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.plan import Needs
+from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Smoothing, Temperature, field
@@ -103,9 +104,9 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
         )  # fmt: skip
 
 
-def _sums(label_smoothing: float, count: int, stated: CallInputs) -> list[Entry]:
+def _sums(label_smoothing: object, count: int, stated: CallInputs) -> list[Entry]:
     """Return the messages of label smoothing: so many sums of candidates."""
-    return [stated.features(partial=True)] * count if label_smoothing else []
+    return [stated.features(partial=True)] * count if smooths(label_smoothing) else []
 
 
 _OWN_KEY_ONLY = (

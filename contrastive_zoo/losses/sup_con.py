@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Temperature, Threshold
 from contrastive_zoo.loss_base.shapes import candidates_problem
-from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule
+from contrastive_zoo.ranks.row_checks import BATCH_IN_BATCH, described, labels_problem, range_rule
 
 
 class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
@@ -85,7 +86,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             return Inputs.of(rows, problem)
         if problem is None and self.variant == "in":
             problem = "variant='in' takes one label of each sample, [n]: pass variant='out' for labels [n, C]."
-        return Inputs.of(rows, problem, values=[range_rule(labels, 0, 1, _other_labels)])
+        return Inputs.of(rows, problem, values=[range_rule(labels, 0, 1, partial(_other_labels, len(labels)))])
 
     def needs(self, inputs: Inputs) -> Needs:
         needs = super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
@@ -193,8 +194,9 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
     return NO_LABELS if mask is None and labels is None else None
 
 
-def _other_labels(least: int, most: int) -> str:
-    return f"labels [n, C] are 1 for each label of a sample and else 0, got {least} … {most}."
+def _other_labels(count: int, least: int, most: int) -> str:
+    fix = BATCH_IN_BATCH if count == 1 else "Pass class numbers as [n]."
+    return f"labels [n, C] are 1 for each label of a sample and else 0, got {least} … {most}. {fix}"
 
 
 class SINCERE(RowLoss):
