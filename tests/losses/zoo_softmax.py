@@ -79,7 +79,7 @@ def dense_smoothed_pairs(q: Tensor, k: Tensor, x: Tensor, temperature: Any, labe
 
 
 def captions(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    return z, torch.cat([second_tower(z), z.sin()]), labels, torch.cat([labels, labels + 1])
+    return z, torch.cat([second_tower(z), z.roll(1, 1)]), labels, torch.cat([labels, labels + 1])
 
 
 def dense_siglip_of_ids(
