@@ -163,6 +163,13 @@ def test(rank):
 def test_skips_and_expected_failures(run) -> None:
     result = run(
         """
+from contrastive_zoo.testing import Worlds
+
+@pytest.fixture(scope="session")
+def worlds():
+    with Worlds(grace=60) as pool:  # the rank that fails may answer long after the one that skips
+        yield pool
+
 @pytest.mark.world_sizes(2)
 def test_all():
     pytest.skip("nothing to see")
