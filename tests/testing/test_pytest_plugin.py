@@ -163,7 +163,7 @@ def test(rank):
 def test_skips_and_expected_failures(run) -> None:
     result = run(
         """
-from contrastive_zoo.testing import Worlds
+from contrastive_zoo.testing.worlds import Worlds
 
 @pytest.fixture(scope="session")
 def worlds():
