@@ -128,7 +128,7 @@ def test_every_public_name_exists_and_has_a_docstring() -> None:
 
 
 def test_type_checkers_know_each_name() -> None:
-    """They take a name as public where it is imported as itself, or by a star, which is that of the room of losses."""
+    """Type checkers take a name as public if it is imported as itself, or by a star: only losses are."""
     aliases = [x for line in tree("public").body if isinstance(line, ast.ImportFrom) for x in line.names]
     assert [x.name for x in aliases if x.asname != x.name] == ["*"]
     assert {x.name for x in aliases} - {"*"} | set(cz.losses.__all__) == set(cz.__all__) - {"__version__"}

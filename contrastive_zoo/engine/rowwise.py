@@ -233,7 +233,7 @@ def reduce_pairs(
     without gradient. ``ids`` are of pairs, and of single embeddings, None for none. The block's companions say which
     candidates are single, then guides, then ids with a column of flags. ``owners`` are the pairs of this rank that single
     embeddings are also positives of, or −1 for none; None is −1. ``groups`` are of pairs, and of the single embeddings that
-    they own: a pair's candidates are those of its group, and the embeddings that nobody owns.
+    they own: a pair's candidates are those of its group, and the embeddings without an owner.
     """
     first, second, singles = rows
     pairs, columns, single = concat_pairs(first, second, singles)

@@ -44,7 +44,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
     Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids, dataset_ids)``:
 
     - queries, documents: [n, d].
-    - negatives: [m, d], of all queries.
+    - negatives: [m, d], for every query.
     - owners: [m], the query that a negative was mined for, or −1.
     - document_ids, negative_ids, query_ids: [n], [m], [n] integers; equal ids are one document or query.
     - dataset_ids: [n] integers; pairs are compared within a data set; those of −1 with their own negatives only.
@@ -59,7 +59,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         false_negative_margin: the margin; None: only ids.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         mask_doc_to_doc: whether the margin masks doc_to_doc.
-        in_batch_negatives: False is data set −1 for all.
+        in_batch_negatives: False: compare only with own negatives.
         normalize: normalise embeddings first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         check_finite: refuse NaN and infinite embeddings.

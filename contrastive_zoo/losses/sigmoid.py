@@ -30,7 +30,7 @@ class SigLIP(ImageTextLoss, LogitScale, engine="sigmoid", has_kernel=True):
 
     Called as ``loss(images, texts)``, [n, d] each, or with several positives as ``loss(images, texts, ids, text_ids)``:
 
-    - texts: [m, d], m may be another number, also on other ranks.
+    - texts: [m, d]; m may differ from n.
     - ids, text_ids: [n] and [m] integers; a text is positive of the images of all ranks with its id. Without text_ids row i
       of texts belongs to row i of images.
 

@@ -108,7 +108,7 @@ def dense_distillation(
 
 
 def mined(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
-    """Queries, documents, and hard negatives: one of every query, and a second of some queries, or of nobody."""
+    """Queries, documents, and hard negatives: one of every query, and a second of some queries, or of none."""
     more = two[:, 0] > 0
     every = torch.arange(len(one))
     owners = every.where(two[:, -1] > -0.5, -1)
@@ -122,7 +122,7 @@ def with_ids(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ..
 
 
 def of_datasets(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor | None, ...]:
-    """Data sets are made of values, some pairs have none; a third of the negatives is of nobody."""
+    """Data sets are made of values, some pairs have none; a third of the negatives has no owner."""
     q, d, negatives, owners = mined(q, d, one, two)
     return q, d, negatives, owners.where(negatives[:, 0] < 0.4, -1), None, None, None, id_of(2 * q).clamp(min=-1)
 
