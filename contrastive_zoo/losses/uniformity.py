@@ -121,6 +121,7 @@ def _sums_over_pairs(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
     return total[:-2].square().sum() - total[-2], moments.square().sum() - total[-1]
 
 
+_GROUP = Bounds("group_size is an integer, 2 or more", low=2, whole=True)
 _ROUNDING_UNITS = 8  # embeddings that differ by fewer units of rounding count as equal
 
 
@@ -128,15 +129,20 @@ class KoLeo(EmbeddingLoss, engine="rows"):
     r"""Compute minus the log of the distance to the nearest neighbour, Kozachenko & Leonenko's estimate of the entropy.
 
     Called as ``loss(embeddings)``, [n, d].
-    With z the unit embeddings of all ranks,
+    With z the unit embeddings of all ranks, and G(i) the others in the group of i,
 
-        loss_i = −log(min_{j≠i} ‖z_i − z_j‖ + ε)
+        loss_i = −log(min_{j∈G(i)} ‖z_i − z_j‖ + ε)
 
-    A single embedding has no loss; of neighbours at equal distances the first gets the gradient; equal embeddings have
-    none. DINOv2 adds 0.1 times it to its loss. DINOv2 and lightly look for the neighbour on the own process only.
+    With ``group_size=None`` all embeddings are one group. Otherwise the first s embeddings in rank order are the first
+    group, the next s the second. The split over ranks does not change groups, and the last one may be smaller. An embedding
+    that is alone does not count; of neighbours at equal distances the first gets the gradient; equal embeddings have none.
+
+    DINOv2 adds 0.1 times the loss to its own. DINOv2 and lightly look for the neighbour on the own process only. DINOv3's
+    ``KoLeoLossDistributed(loss_group_size=s)`` is ``group_size=s``.
 
     Args:
         eps: ε > 0.
+        group_size: s, 2 or more; None looks for the neighbour among all embeddings.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings.
@@ -144,11 +150,15 @@ class KoLeo(EmbeddingLoss, engine="rows"):
     Examples:
         >>> KoLeo()(torch.eye(3))   # −log √2
         tensor(-0.3466)
+        >>> KoLeo(group_size=2, normalize=False)(torch.tensor([[0.0], [2.0], [3.0], [7.0]]))   # −½ (log 2 + log 4)
+        tensor(-1.0397)
 
-    Source: Sablayrolles et al. 2019, https://arxiv.org/abs/1806.03198
+    Source: Sablayrolles et al. 2019, https://arxiv.org/abs/1806.03198; Siméoni et al. 2025 (DINOv3),
+    https://arxiv.org/abs/2508.10104
     """
 
     eps: Positive = 1e-8
+    group_size: Annotated[int, _GROUP] | None = None
     normalize: bool = True
     reduction: Reduction = "mean"
 
@@ -157,18 +167,18 @@ class KoLeo(EmbeddingLoss, engine="rows"):
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates(next(iter(batch.rows)), normalize=self.normalize)
-        loss = BlockLoss(_log_distances, eps=batch.settings.eps)
-        return reduce_rows(batch, loss, z, batch.indices(), reduction=self.reduction)
+        loss, size = BlockLoss(_log_distances, eps=batch.settings.eps), self.group_size or batch.total
+        return reduce_rows(batch, loss, z, batch.indices() // size, reduction=self.reduction)
 
 
 def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
     """Find the neighbour by a matmul; measure its distance by the difference, which keeps the digits of near ones."""
     anchors, candidates = block.anchors, block.candidates
-    some = block.negative.any(1)
+    some = block.positive.any(1)
     if not candidates.shape[0]:
         return anchors.sum(1), some
     squared_distance = block.with_equal_columns(distances(anchors.detach(), candidates.detach(), squared=True))
-    neighbour = candidates[squared_distance.masked_fill(~block.negative, torch.inf).argmin(1)]
+    neighbour = candidates[squared_distance.masked_fill(~block.positive, torch.inf).argmin(1)]
     squared = (anchors - neighbour).square().sum(1)
     rounding = _ROUNDING_UNITS * torch.finfo(squared.dtype).eps
     distinct = some & (squared > rounding**2 * (anchors.detach().square() + neighbour.detach().square()).sum(1))

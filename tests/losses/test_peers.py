@@ -360,6 +360,12 @@ def lejepa(_: Tensor) -> tuple[Loss, Loss]:
     return ours, lambda *views: theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:]))
 
 
+def koleo(_: Tensor) -> tuple[Loss, Loss]:
+    """Compare without the equal embeddings, to whose difference theirs adds 1e-8, in groups of five."""
+    ours, theirs = cz.KoLeo(group_size=5), peer("lightly.loss.koleo_loss.KoLeoLoss")()
+    return lambda z: ours(z[1:]), lambda z: (theirs(z[1:6]) + theirs(z[6:])) / 2
+
+
 OF_IMAGES: dict[str, Peer] = {
     "NTXent": lightly("ntx_ent_loss.NTXentLoss", cz.NTXent(temperature=0.5)),
     "DCL": lightly("dcl_loss.DCLLoss", cz.DCL(temperature=0.1)),
@@ -369,6 +375,7 @@ OF_IMAGES: dict[str, Peer] = {
     "AlignUniform": lightly("hypersphere_loss.HypersphereLoss", cz.AlignUniform(t=1.0)),
     "NegativeCosine": Peer(in_both_directions, 2),
     "TiCo": Peer(tico, 2),
+    "KoLeo": Peer(koleo, tolerance=1e-7),
     "SIGReg": Peer(sigreg),
     "LeJEPA": Peer(lejepa, 3),
     "SwAV": Peer(swav, 3),

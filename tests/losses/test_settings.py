@@ -78,6 +78,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     ("Angular.alpha", (0.0, 90.0, *ANY)),
     ("ArcFace.margin", (-0.1, 3.2, *ANY)),
     ("SwAV.iterations", (-1, 1.5, *ANY)),
+    ("KoLeo.group_size", (1, 2.5, math.inf, "1", 10**400)),
     ("TupletMargin.margin", (-1.0, 181.0, *ANY)),
 ]
 """What losses refuse as numbers, where that is more or less than numbers that are not finite; a temperature is positive."""

@@ -155,11 +155,12 @@ def dense_lejepa(*views: Tensor) -> Tensor:
     return 0.3 * torch.stack([dense_sigreg(z) for z in views]).mean() + 0.7 * distance
 
 
-def dense_koleo(z: Tensor) -> Tensor:
+def dense_koleo(z: Tensor, group_size: int = 10**6) -> Tensor:
     z, losses = F.normalize(z, dim=1), []
-    for i in range(len(z) if len(z) > 1 else 0):
-        near = torch.stack([(z[i] - z[j]).square().sum() for j in range(len(z)) if j != i]).min(0).values
-        losses.append(-((near.sqrt() if near > 1e-29 else 0 * near) + 1e-8).log())
+    for group in z.split(group_size):
+        for i in range(len(group) if len(group) > 1 else 0):
+            near = torch.stack([(group[i] - x).square().sum() for j, x in enumerate(group) if j != i]).min(0).values
+            losses.append(-((near.sqrt() if near > 1e-29 else 0 * near) + 1e-8).log())
     return torch.stack(losses).mean() if losses else 0 * z.sum()
 
 
@@ -207,6 +208,7 @@ ENTRIES = [
     ),
     row("SIGReg", dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, **SLICES),
     row("KoLeo", dense_koleo, "labels", embeddings_alone),
+    row("KoLeo, groups", dense_koleo, "labels", embeddings_alone, group_size=3),
     row("OrthogonalRegularization", dense_orthogonal, "labels", embeddings_alone),
     row("NegativeCosine", dense_negative_cosine, kind=NegativeCosineOfViews),
     swav("SwAV"),
