@@ -19,6 +19,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.adapters import open_clip
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, assert_same, close, numbers
+from tests.peers import need
 from tools.comparison import Compared, Run, Wrap, compare, measure
 from tools.peer_losses import packages
 from tools.peer_losses.losses import PeerLoss, Reading, runs, table
@@ -30,14 +31,6 @@ Loss = Callable[..., Tensor]
 PACKAGES = list(dict.fromkeys(peer.package for peer in table()))
 ALWAYS = {"NTXentLoss()", "DirectCLRLoss(loss_dim=4)", "CO2Regularizer()"}
 """Losses of lightly that have failed: their buffers are empty, and one is never set."""
-
-
-def need(package: str) -> None:
-    absent = packages.missing(packages.FOLDER, packages.required())
-    if requirement := next((x for x in absent if x.startswith(f"{package}==")), None):
-        pytest.skip(
-            f"{requirement} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test-all` installs it"
-        )
 
 
 def of_package(package: str) -> list[PeerLoss]:
