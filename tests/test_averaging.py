@@ -115,6 +115,7 @@ def test_of_a_loss_class_weights_and_prototypes_decay_and_nothing_else_does(name
     if "temperature" in loss.fields:
         loss.temperature = cz.LearnableTemperature()
     before = {name: x.detach().clone() for name, x in loss.named_parameters()}
+    assert all(x.ndim for x in before.values()), "FSDP1 refuses parameters without a dimension"
     if not before:
         return
     after = after_steps(loss, cz.parameter_groups(loss, weight_decay=0.2), steps=1)

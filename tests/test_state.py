@@ -15,56 +15,19 @@ from torch.optim.swa_utils import AveragedModel
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import assert_says, error_message, numbers
+from tests.own_losses import OF_CATALOGUE
 
-LABELS = torch.tensor([0, 1, 0, 1])
+
+def test_weights_only_reads_every_state() -> None:
+    """Also the position of a sampler, which is plain numbers."""
+    sampler, others = cz.data.GlobalBatchSampler(8, batch_size=2), [cz.MomentumEncoder(nn.BatchNorm1d(3))]
+    modules = [*(of.make() for of in OF_CATALOGUE.values()), cz.CrossBatchMemory(cz.SupCon(), 6, 3), *others]
+    for x, state in [*((x, x.state_dict()) for x in modules), (sampler, sampler.state_dict(step=1))]:
+        x.load_state_dict(saved_and_loaded(state, weights_only=True))
 
 
 def rows(seed: int = 1) -> Tensor:
     return numbers(4, 3, seed=seed).float()
-
-
-def trained(module: nn.Module) -> nn.Module:
-    takes_labels = isinstance(module, (cz.ArcFace, cz.CrossBatchMemory, cz.Margin))
-    module(rows(), LABELS if takes_labels else rows(2))
-    return module
-
-
-def queued() -> nn.Module:
-    queue = cz.MemoryQueue(6, 3)
-    queue.enqueue(rows(), LABELS)
-    return queue
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "MemoryQueue": queued,
-    "CrossBatchMemory": lambda: trained(cz.CrossBatchMemory(cz.SupCon(), size=6, embedding_size=3)),
-    "MomentumEncoder": lambda: cz.MomentumEncoder(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
-    "DINO": lambda: trained(cz.DINO(3)),
-    "TiCo": lambda: trained(cz.TiCo(3)),
-    "SwAV": lambda: trained(cz.SwAV(5, 3)),
-    "ArcFace": lambda: trained(cz.ArcFace(2, 3)),
-    "Margin": lambda: trained(cz.Margin(num_classes=2)),
-    "Clip": lambda: cz.Clip(temperature=cz.LearnableTemperature()),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_weights_only_reads_a_state(name: str) -> None:
-    torch.manual_seed(0)
-    module, file = MODULES[name](), io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    fresh = MODULES[name]()
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    assert all(torch.equal(x, module.state_dict()[key]) for key, x in fresh.state_dict().items())
-
-
-def test_the_positions_of_samplers_are_plain_numbers() -> None:
-    sampler, file = cz.data.GlobalBatchSampler(8, batch_size=2), io.BytesIO()
-    torch.save(sampler.state_dict(step=1), file)
-    file.seek(0)
-    sampler.load_state_dict(torch.load(file, weights_only=True))
-    assert sampler.step == 1
 
 
 def queue_that_differs_on_one_rank() -> str | None:
@@ -128,11 +91,10 @@ HOLDERS: dict[str, tuple[Function, Function, Function]] = {
 """How an object with a process group is made, what it computes, and where in it the group is."""
 
 
-def saved_and_loaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
+def saved_and_loaded(value: Any, *, weights_only: bool = False) -> Any:
+    torch.save(value, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
 
 
 def copies(name: str, as_world: bool) -> tuple[str | None, str]:

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, is_number
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, learnt, local_shard, numbers, split
+from tests.helpers import EVERY_CASE, close, split
 from tests.losses.test_settings import CASES, SUBJECTS, kind_of, said_by
 
 STEP = 1e-5
@@ -149,39 +148,6 @@ def test_learnable_numbers_are_the_same_on_two_ranks(form: str, worlds: Worlds) 
     first = list(FORMS).index(form)
     one_in = 2 * len(FORMS)
     compare(worlds, [case for index, case in enumerate(LEARNABLE) if EVERY_CASE or index % one_in == first], form)
-
-
-MAKE: dict[str, tuple[Callable[[], Any], bool]] = {
-    "NTXent": (lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.5)), False),
-    "SigLIP": (lambda: cz.SigLIP(**learnt(0.5)), False),
-    "Margin": (lambda: cz.Margin(nu=0.1, beta=0.8), True),
-}
-"""Losses with such parameters, and whether they take labels."""
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_fsdp_shards_them(name: str, worlds: Worlds) -> None:
-    """Two ranks hold one number: one of them its only element, the other none."""
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    make, labelled = MAKE[name]
-    every = [numbers(6, 4, seed=1), torch.arange(6) % 3 if labelled else numbers(6, 4, seed=2)]
-
-    def job() -> dict[str, Tensor]:
-        loss = cz.DistributedLoss(make().double(), grad_reduction="sum")
-        fsdp.fully_shard(loss, mesh=init_device_mesh("cpu", (2,)))
-        loss.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
-        loss.set_gradient_divide_factor(1.0)
-        loss(*(local_shard(x, (4, 2)) for x in every)).backward()
-        return {key: x.grad.full_tensor() for key, x in loss.named_parameters()}
-
-    loss = make().double()
-    loss(*every).backward()
-    assert all(x.ndim for x in loss.parameters()), "FSDP1 refuses parameters without a dimension"
-    for found in worlds.run(2, job):
-        assert len(found) == len(list(loss.parameters()))
-        for key, x in loss.named_parameters():
-            assert x.grad is not None
-            close(found[f"loss.{key}"], x.grad)
 
 
 @pytest.mark.parametrize("part", range(2))
