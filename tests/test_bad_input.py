@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.ranks.world import Shards
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 from tests.helpers import assert_says, later, numbers, rank, refused
+from tests.random_steps.user_code import HidesInCompute, HidesInRows, OfAGenerator, of_a_generator
 from tests.test_roles import Phases
 
 Wrap = Callable[..., Callable[..., Any]]
@@ -130,6 +132,14 @@ def remembering(loss: Any, *arguments: Any, **named: Any) -> None:
         cz.DistributedLoss(memory)(*arguments, **named)
     finally:
         assert len(memory.memory) == 0
+
+
+def split(kind: Any, **changes: Any) -> None:
+    """Steps of a user's loss of which each rank computes a part: what it hides is equal on every rank."""
+    loss_fn = cz.DistributedLoss(later(kind(), **changes))
+    with splitting(always=True):
+        for n in (3, 5, 4, 6):
+            loss_fn(z(n + rank(), dtype=torch.float64), y(n + rank())).backward()
 
 
 def with_another_pointer() -> None:
@@ -282,6 +292,10 @@ BETWEEN: list[tuple[int, Callable[[], Any], str]] = [
         lambda: wrapped(lambda a, b: (a @ b.T).sum(), x := z(), last(x.clone(), x)),
         "ranks disagree on which arguments are one tensor",
     ),
+    *((2, lambda x=x: split(HidesInRows, noise=x()), "the same anchor") for x in (of_a_generator, OfAGenerator)),
+    (2, lambda: split(HidesInCompute, noise=of_a_generator()), "the same samples"),
+    (2, lambda: split(HidesInCompute, noise=torch.rand_like), "If compute() draws random numbers … whole=True"),
+    (2, lambda: split(HidesInCompute, shares="no"), "batch.shared(parameter)"),
     # memories
     (2, lambda: remembering(cz.SupCon(), z(4, 3 + rank()), y()), "CrossBatchMemory: … holds rows of width 3"),
     (2, lambda: remembering(cz.InfoNCE(), z(), spoilt()), "CrossBatchMemory: … NaN or infinite"),

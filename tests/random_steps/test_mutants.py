@@ -61,12 +61,6 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], str, list[Action], str]]
         "the loss.scale grows: [",
     ),
     "behaviour is not compared": (RESULTS, "hides in rows", [change("a number in a closure")], "never refused"),
-    "gradients are not compared": (
-        RESULTS,
-        "hides in compute",
-        [change("an unshared parameter", everywhere=True)],
-        "never refused: gradient of the loss's parameters",
-    ),
     "ranks refuse with different words": (
         {"contrastive_zoo.wrapper.step.shake_hands": handshake_that_names_its_rank},
         "Clip",
