@@ -29,11 +29,12 @@ from contrastive_zoo.losses.pair_margins import (
     SignalToNoise,
     ThresholdConsistentMargin,
 )
-from contrastive_zoo.losses.ranking import FastAP, SmoothAP
+from contrastive_zoo.losses.ranking import FastAP, RankNContrast, SmoothAP
 from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
+from contrastive_zoo.losses.sparse import FLOPS
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.losses.triplet import Angular, MegaBatchMargin, Triplet
 from contrastive_zoo.losses.uniformity import (
@@ -46,13 +47,13 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DINO", "GIST", "HCL", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular", "ArcFace",
+    "DCL", "DINO", "FLOPS", "GIST", "HCL", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular", "ArcFace",
     "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory",
     "FastAP", "GeneralizedLiftedStructure", "InfoNCE", "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure",
     "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue",
     "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent", "NegativeCosine",
-    "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor", "ProxyNCA", "RankedList",
-    "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple", "SupCon", "SwAV",
+    "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor", "ProxyNCA", "RankNContrast",
+    "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple", "SupCon", "SwAV",
     "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "WeightedSum",
 ]  # fmt: skip
 

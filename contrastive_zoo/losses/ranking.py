@@ -1,12 +1,21 @@
-"""Ranking: soft average precision, and histograms of similarities."""
+"""Ranking: soft average precision, histograms of similarities, and the order of continuous labels."""
+
+from functools import reduce
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.hinges import sum_over_positives
-from contrastive_zoo.engine.pairwise import distances
+from contrastive_zoo.engine.pairwise import Metric, dissimilarities, distances
+from contrastive_zoo.engine.plan import Needs
+from contrastive_zoo.engine.precision import at_least_float32
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import RowLoss
-from contrastive_zoo.loss_base.settings import Bins, Temperature
+from contrastive_zoo.loss_base.settings import Bins, Reduction, Temperature
 
 
 class _SoftRanks(RowLoss):
@@ -111,3 +120,68 @@ class FastAP(RowLoss):
         bins = above.new_zeros(len(above), self.num_bins + 2)
         bins = bins.scatter_add(1, lower, (1 - above).where(where, 0))
         return bins.scatter_add(1, lower + 1, above.where(where, 0))
+
+
+class RankNContrast(Loss, engine="rows"):
+    r"""Compute the cross-entropy of each other embedding among those whose labels are at least as far from the anchor's.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] or [n, k] numbers. Views of a sample are embeddings with equal
+    labels: ``loss(views.flatten(0, 1), labels.repeat_interleave(2, 0))`` of [n, 2, d].
+    With D_ij the distance of embeddings, δ_ij = Σ_l |y_il − y_jl| that of labels and S_ij the k ≠ i with δ_ik ≥ δ_ij,
+
+        loss_i = mean_{j≠i} −log [ exp(−D_ij / t) / Σ_{k∈S_ij} exp(−D_ik / t) ]
+
+    A single embedding has no loss. Labels whose distances are to count as equal must be so in their own precision; 16-bit
+    ones are compared in float32.
+
+    Args:
+        temperature: t > 0, in units of D.
+        metric: ``"distance"``, as the authors, ``"squared distance"`` or ``"similarity"``, of which D is the negative.
+        normalize: the authors do not.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings and labels.
+
+    Examples:
+        >>> z = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> RankNContrast(temperature=1.0)(z, z[:, 0])   # log(1 + 1/e) / 2, at the ends twice: log 2 in the middle
+        tensor(0.3399)
+
+    Source: Zha et al. 2023, eq. 2, https://arxiv.org/abs/2210.01189
+    """
+
+    temperature: Temperature = 2.0
+    metric: Metric = "distance"
+    normalize: bool = False
+    reduction: Reduction = "mean"
+
+    def inputs(self, embeddings: Float[Tensor, "n d"], labels: Shaped[Tensor, " n"] | Shaped[Tensor, "n k"]) -> Inputs:
+        # one number in the last dimension: no prefix of features cuts labels
+        return Inputs({"embeddings": embeddings, "labels": labels.detach()[..., None]})
+
+    def needs(self, inputs: Inputs) -> Needs:
+        return super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        learnt = stated.learnt("temperature")
+        return [Blocks(["embeddings"], companions=["labels"], parameters=learnt, reduction=self.reduction)]
+
+    def compute(self, batch: Batch) -> Tensor:
+        z, labels = batch.candidates("embeddings", normalize=self.normalize), batch.rows["labels"]
+        loss = BlockLoss(self._losses, temperature=batch.settings.temperature)
+        return reduce_rows(batch, loss, z, batch.indices(), companions=[(labels, labels)], reduction=self.reduction)
+
+    def _losses(self, block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        logits = -dissimilarities(block.anchors, block.candidates, self.metric) / temperature
+        # the anchor itself comes last, and no sum of another candidate contains it
+        farthest_first, order = (-_label_distances(*block.companions[0])).masked_fill(~block.negative, 1).sort(1)
+        logits, ends = logits.gather(1, order), torch.searchsorted(farthest_first, farthest_first, right=True)
+        losses = logits.logcumsumexp(1).gather(1, ends - 1) - logits
+        others = block.negative.sum(1)
+        return losses[:, :-1].sum(1) / others.clamp(min=1), others > 0
+
+
+def _label_distances(labels: Tensor, candidates: Tensor) -> Float[Tensor, "c N"]:
+    """Return Σ_l |y_il − y_jl|, added up in one order: ranks agree on which are equal, however large their blocks are."""
+    both = [x.flatten(1).T for x in (labels, candidates)]
+    both = [at_least_float32(x) if x.is_floating_point() else x.long() for x in both]
+    return reduce(torch.add, ((x[:, None] - y).abs() for x, y in zip(*both, strict=True)))

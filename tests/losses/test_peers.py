@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pytorch_metric_learning import distances
 from pytorch_metric_learning import losses as pml
 from sentence_transformers.sentence_transformer import losses as st
+from sentence_transformers.sparse_encoder import losses as sparse
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -193,6 +194,17 @@ def orthogonal(labels: Tensor) -> tuple[Loss, Loss]:
     return cz.OrthogonalRegularization(), lambda z: sum(theirs.compute_loss_from_embeddings([z]).values())
 
 
+def splade(_: Tensor) -> tuple[Loss, Loss]:
+    """Compare embeddings as sparse encoders make them, without a sign."""
+    model = EvaluationInputs()
+    inner = sparse.SparseMultipleNegativesRankingLoss(model, scale=2.0)
+    theirs = called(sparse.SpladeLoss(model, inner, document_regularizer_weight=0.3, query_regularizer_weight=0.5))
+    ours = cz.WeightedSum([
+        cz.MNRL(temperature=0.5, normalize=False), cz.FLOPS(query_weight=0.5, document_weight=0.3)
+    ])  # fmt: skip
+    return lambda *x: ours(*map(torch.relu, x)), lambda *x: sum(theirs(*map(torch.relu, x)).values())
+
+
 OF_TEXTS: dict[str, Peer] = {
     "Matryoshka": Peer(matryoshka, 2),
     "all triplets, cosine": batch_triplets(
@@ -220,6 +232,7 @@ OF_TEXTS: dict[str, Peer] = {
         partial(of_teacher, divergence, st.DistillKLDivLoss(nn.Identity(), temperature=0.5)), 4
     ),
     "OrthogonalRegularization": Peer(orthogonal),
+    "SPLADE": Peer(splade, 3),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -27,7 +28,21 @@ def dense_nested(*views: Tensor, temperature: Any) -> Tensor:
     return 2.5 * info_nce(queries, keys, 1 / temperature)
 
 
+def splade(**settings: Any) -> cz.WeightedSum:
+    return cz.WeightedSum([cz.MNRL(normalize=False, **settings), cz.FLOPS(query_weight=0.5)], weights=[1.0, 0.25])
+
+
+def dense_splade(q: Tensor, d: Tensor, n: Tensor, temperature: Any) -> Tensor:
+    return info_nce(q, torch.cat([d, n]), 1 / temperature) + 0.25 * zoo_statistics.dense_flops(
+        q, d, n, query_weight=0.5
+    )
+
+
 FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics)
-COMPOSITIONS = [Entry("WeightedSum", summed, dense_summed), Entry("Matryoshka", nested, dense_nested)]
+COMPOSITIONS = [
+    Entry("WeightedSum", summed, dense_summed),
+    Entry("Matryoshka", nested, dense_nested),
+    Entry("WeightedSum, SPLADE", splade, dense_splade, views=3),
+]
 WHOLE_ZOO = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES), *COMPOSITIONS, *zoo_pairs.TOKENS]
 EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]

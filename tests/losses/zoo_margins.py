@@ -142,6 +142,27 @@ def dense_threshold_consistent(z: Tensor, labels: Tensor) -> Tensor:
     return mean_over((0.9 - s)[positive & (s <= 0.9)]) + mean_over((s - 0.5)[negative & (s >= 0.5)])
 
 
+def in_thirds(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return z, labels / 3
+
+
+def in_two_dimensions(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return z, torch.stack([labels % 3, labels // 3], 1)
+
+
+def dense_rank_n_contrast(
+    z: Tensor, labels: Tensor, temperature: float, metric: str = "distance", normalize: bool = False,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    logits, others = -METRICS[metric](unit(z) if normalize else z) / temperature, ~itself(z)
+    labels = labels.flatten(1) if labels.ndim > 1 else labels[:, None]
+    far = (labels[:, None] - labels).abs().sum(2)
+    farther = (far[:, None] >= far[:, :, None]) & others[:, None]
+    losses = (log_sums(logits[:, None].expand(farther.shape), farther, empty=0.0) - logits).where(others, 0)
+    losses = losses.sum(1) / max(1, len(z) - 1)
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
 SIMILARITY = {"metric": "similarity", "pos_margin": 0.9, "neg_margin": 0.2}
 
 ENTRIES = [
@@ -170,4 +191,9 @@ ENTRIES = [
     row("Angular", dense_angular, "labels"),
     row("ThresholdConsistentMargin", dense_threshold_consistent, "labels"),
     row("SmoothAP, with self", dense_smooth_ap, "labels", temperature=0.1, with_self=True),
-]
+    row("RankNContrast", dense_rank_n_contrast, "labels", in_thirds),
+    row(
+        "RankNContrast, two labels", dense_rank_n_contrast, "labels", in_two_dimensions, metric="similarity",
+        normalize=True,
+    ),
+]  # fmt: skip

@@ -174,6 +174,16 @@ def dense_negative_cosine(a: Tensor, b: Tensor) -> Tensor:
     return -((a * b.detach()).sum(1) + (b * a.detach()).sum(1)).mean()
 
 
+def own_negatives(q: Tensor, d: Tensor, *negatives: Tensor) -> tuple[Tensor, ...]:
+    return q, d, torch.stack(negatives, 1)
+
+
+def dense_flops(*views: Tensor, query_weight: float = 1.0, document_weight: float = 1.0) -> Tensor:
+    queries, *documents = (z.flatten(0, -2) for z in views)
+    q, d = (z.abs().mean(0).square().sum() for z in (queries, torch.cat(documents)))
+    return query_weight * q + document_weight * d
+
+
 SLICES = {"num_slices": 6, "num_points": 5}
 CLUSTERS = {"num_prototypes": PROTOTYPES, "embedding_size": WIDTH}
 OUTPUTS = {"out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7}
@@ -211,6 +221,7 @@ ENTRIES = [
     row("KoLeo, groups", dense_koleo, "labels", embeddings_alone, group_size=3),
     row("OrthogonalRegularization", dense_orthogonal, "labels", embeddings_alone),
     row("NegativeCosine", dense_negative_cosine, kind=NegativeCosineOfViews),
+    row("FLOPS", dense_flops, "views", own_negatives, 4, query_weight=0.5),
     swav("SwAV"),
     swav("SwAV, three views", views=3),
     dino("DINO"),
