@@ -54,7 +54,7 @@ search: .venv/.installed .venv/.peers-installed
 		tests/evaluation/test_evaluate.py tests/sampling/test_invariants.py tests/mining/test_hard_negatives.py \
 		tests/test_precision.py tests/test_solved_batches.py tests/test_training.py \
 		tests/test_memory_queue.py tests/test_distributed.py tests/test_accelerator.py \
-		tests/losses/test_settings.py tests/engine/test_softmax.py tests/engine/test_ring.py \
+		tests/losses/test_settings.py tests/engine/test_softmax.py \
 		tests/test_extremes.py \
 		tests/test_accelerated_ranks.py tests/test_late_messages.py \
 		tests/adapters/test_native.py tests/adapters/test_sentence_transformers.py tests/adapters/test_peer_losses.py

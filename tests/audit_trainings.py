@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing import mistakes
-from contrastive_zoo.testing.auditing import diagnosis
 from contrastive_zoo.testing.auditing.launch import (
-    audit,
     environment,
     judged,
     local_store,
@@ -30,7 +26,7 @@ from contrastive_zoo.testing.auditing.launch import (
     wait_for_records,
     without_record,
 )
-from contrastive_zoo.testing.report import AuditReport, WorldReport
+from contrastive_zoo.testing.report import WorldReport
 from tests.digits import (
     SAMPLES,
     Right,
@@ -206,11 +202,6 @@ def _(x: Any) -> None:
     x.make_optimizer = partial(torch.optim.SGD, lr=0.1 * (1 + x.rank))
 
 
-@variant("a limit of clipping of one rank", "unequal settings", base=OpenClip)
-def _(x: Any) -> None:
-    x.clip = lambda: nn.utils.clip_grad_norm_(x.model.parameters(), 0.1 / (1 + x.rank))
-
-
 @variant("one rank clips", "unequal settings", base=OpenClip)
 def _(x: Any) -> None:
     x.clip = lambda: x.rank and nn.utils.clip_grad_norm_(x.model.parameters(), 0.01)
@@ -269,21 +260,13 @@ def _(x: Any) -> None:
     x.gathered = lambda keys: keys
 
 
-def take_part(x: Any, augment: Callable[[Tensor], Tensor] = lambda y: y) -> None:
-    """Load the same batches on every rank, of which each takes a part."""
-    x.load(Views())
-    x.loss = lambda *views: OpenClip.loss(x, *(augment(y.tensor_split(x.world_size)[x.rank]) for y in views))
-
-
-@variant("a part of every batch on each rank", base=OpenClip)
-def _(x: Any) -> None:
-    take_part(x)
-
-
 @variant("a part of every batch on each rank, with noise", base=OpenClip)
 def _(x: Any) -> None:
+    """Every rank loads the same batches, and takes its part of each."""
     torch.manual_seed(x.rank)
-    take_part(x, lambda y: y + torch.randn_like(y))
+    x.load(Views())
+    parts = lambda views: (y.tensor_split(x.world_size)[x.rank] for y in views)  # noqa: E731 - of two lines
+    x.loss = lambda *views: OpenClip.loss(x, *(y + torch.randn_like(y) for y in parts(views)))
 
 
 @variant("one shard, with noise in the loop", "same shard", base=OpenClip)
@@ -410,20 +393,3 @@ def _rank(folder: str, file: str, rank: int, world_size: int, port: int, module:
 
 def setup(module: str, name: str) -> Callable[[], object]:
     return lambda: importlib.import_module(module).run(name)
-
-
-def audit_here(module: str, name: str, without: str = "") -> AuditReport:
-    """Audit a training on this rank of a pool, with a process group; without the probe or signature of a name."""
-    probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
-    signatures = {
-        stage: {name: fits for name, fits in of_stage.items() if name != without}
-        for stage, of_stage in mistakes.SIGNATURES.items()
-    }
-    of_samples = (lambda records, alone: ()) if without == "_of_samples" else diagnosis._of_samples
-    with (
-        patch.object(dist, "init_process_group"),
-        patch.object(diagnosis, "_of_samples", of_samples),
-        patch.object(diagnosis, "PROBES", probes),
-        patch.object(mistakes, "SIGNATURES", signatures),
-    ):
-        return audit(setup(module, name), name=name)

@@ -23,7 +23,7 @@ from contrastive_zoo.ranks.random_keys import device_keys, normal_numbers, rando
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, common_error
+from tests.helpers import EVERY_CASE, assert_says, common_error
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import Put, device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.zoo import Entry
@@ -318,14 +318,19 @@ def test_what_is_elsewhere_is_refused_in_words(name: str) -> None:
         run(put_by(mode))
 
 
-def test_ranks_on_other_devices_are_refused(worlds: Worlds) -> None:
+@pytest.mark.parametrize(("matmuls", "words"), [("highest", "on ipu"), ("high", "float32 matmuls … tf32")])
+def test_ranks_on_other_devices_or_with_other_matmuls_are_refused(matmuls: str, words: str, worlds: Worlds) -> None:
     def bad() -> None:
-        with device() as mode:
-            x = torch.eye(3)[: 2 + dist.get_rank()]
-            cz.DistributedLoss(cz.NTXent())(*[mode.put(x) if dist.get_rank() else x] * 2)
+        is_last, x = dist.get_rank() == 1, torch.eye(3)[: 2 + dist.get_rank()]
+        torch.set_float32_matmul_precision(matmuls if is_last else "highest")
+        try:
+            with device() as mode:
+                cz.DistributedLoss(cz.NTXent())(*[mode.put(x) if is_last or matmuls == "high" else x] * 2)
+        finally:
+            torch.set_float32_matmul_precision("highest")
 
     text, _ = common_error(worlds, 2, bad, lambda: cz.collectives.all_reduce(torch.ones(1)))
-    assert "on ipu" in text
+    assert_says(text, words)
 
 
 def on_both(name: str, kind: str = "ipu:0", *, float64: bool = True) -> tuple[Any, Any]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pytorch_metric_learning import losses
+from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
+from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import groups, numbers, refused
 from tests.test_roles import Prototypes, Relations, Views
@@ -311,6 +312,38 @@ REFUSED: list[tuple[int, Callable[[], Any], str]] = [
         2,
         lambda: prototypes_of(shared={"prototype"}),
         "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.",
+    ),
+    (
+        2,
+        lambda: called(of_rank(), Y, None, of_rank(), Y[:4], loss=losses.ContrastiveLoss()),
+        "ref_labels are one per row of ref_emb",
+    ),
+    (
+        2,
+        lambda: DistributedMiner(miners.BatchHardMiner())(of_rank(), Y, of_rank(), Y[:4]),
+        "ref_labels are one per row of ref_emb",
+    ),
+    (
+        2,
+        lambda: cz.DistributedLoss(losses.VICRegLoss())(of_rank(), ref_emb=of_rank(4)),
+        "ref_emb holds another view of each row",
+    ),
+    (
+        2,
+        lambda: called(
+            of_rank(), Y, None, None, None, Y[:4] == 0, loss=losses.CrossBatchMemory(losses.ContrastiveLoss(), D)
+        ),
+        "enqueue_mask is one per row of embeddings",
+    ),
+    (
+        2,
+        lambda: called(of_rank(), of_rank(4), loss=lambda view1, view2: total(view1, view2)),
+        "view2 is another view of each row",
+    ),
+    (
+        2,
+        lambda: called(of_rank(), Y, None, of_rank(4), Y[:4], loss=losses.TripletMarginLoss(swap=True)),
+        "TripletMarginLoss: it is wrong for other references than its batch … swap=False",
     ),
     (3, at_a_later_step, "Prototypes: prototypes is equal on every rank"),
     (2, lambda: views_of(batch_dim={"views": 3}), "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]"),

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.auditing import recorder, rerun
+from contrastive_zoo.testing import mistakes
+from contrastive_zoo.testing.auditing import diagnosis, recorder, rerun
 from contrastive_zoo.testing.auditing.diagnosis import PROBES
 from contrastive_zoo.testing.auditing.launch import audit, audit_script
 from contrastive_zoo.testing.auditing.records import LossCall, Step
@@ -27,7 +28,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests import audit_trainings
 from tests.audit_corpus import RIGHT, TRAININGS, WRONG, judgement
 from tests.audit_loops import Parts
-from tests.audit_trainings import audit_apart, audit_here
+from tests.audit_trainings import audit_apart, setup
 from tests.helpers import EVERY_CASE
 
 pytestmark = [pytest.mark.audit, pytest.mark.filterwarnings("ignore")]  # trainers warn when they are imported
@@ -59,6 +60,23 @@ def require(found: AuditReport | WorldReport, expected: list[str]) -> None:
     assert set(expected) <= set(names(found.findings)), str(found)
     assert found.ok is not bool(expected), str(found)
     assert expected or not found.findings
+
+
+def audit_here(module: str, name: str, without: str = "") -> AuditReport:
+    """Audit a training on this rank of a pool, with a process group; without the probe or signature of a name."""
+    probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
+    signatures = {
+        stage: {name: fits for name, fits in of_stage.items() if name != without}
+        for stage, of_stage in mistakes.SIGNATURES.items()
+    }
+    of_samples = (lambda records, alone: ()) if without == "_of_samples" else diagnosis._of_samples
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(diagnosis, "_of_samples", of_samples),
+        patch.object(diagnosis, "PROBES", probes),
+        patch.object(mistakes, "SIGNATURES", signatures),
+    ):
+        return audit(setup(module, name), name=name)
 
 
 def test_plain_trainings_are_named_rightly(worlds: Worlds) -> None:

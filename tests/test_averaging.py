@@ -1,5 +1,6 @@
 """average_gradients leaves behind what DDP does, and weight decay leaves learnt scales where the gradient wants them."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import averaging
-from tests.helpers import close, drawn, groups, numbers
+from tests.helpers import close, drawn, groups, numbers, refused
 
 Gradients = dict[str, Tensor | None]
 
@@ -139,3 +140,35 @@ def test_bad_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=text):
             cz.parameter_groups(*modules, weight_decay=decay)  # type: ignore[arg-type]  # the mistakes
+
+
+def averaged(model: Any, *, with_gradients: bool = True) -> None:
+    for parameter in model.parameters() if with_gradients else ():
+        parameter.grad = torch.zeros_like(parameter)
+    cz.average_gradients(model)
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(nn.Linear(2, 4))
+
+
+DISAGREE = "average_gradients: ranks disagree on … rank 0 … rank 1"
+BAD: list[tuple[Callable[[], None], str]] = [
+    (
+        lambda: averaged(nn.Linear(2, 3 + dist.get_rank())),
+        f"{DISAGREE} … weight … [3, 2] … [4, 2] … the same on every rank",
+    ),
+    (lambda: averaged(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + dist.get_rank())])), f"{DISAGREE} … none"),
+    (
+        lambda: averaged(nn.Linear(2, 2).parameters(), with_gradients=False),
+        "average_gradients: … got generator. Pass the model itself",
+    ),
+    (lambda: averaged(sharded(), with_gradients=False), "are DTensors (weight) … leave average_gradients out"),
+]
+
+
+@pytest.mark.parametrize(("bad", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_models_are_refused_on_every_rank(bad: Callable[[], None], words: str, worlds: Worlds) -> None:
+    refused(worlds, 2, bad, words)

@@ -134,12 +134,41 @@ def remembering(loss: Any, *arguments: Any, **named: Any) -> None:
         assert len(memory.memory) == 0
 
 
-def split(kind: Any, **changes: Any) -> None:
+def split(loss: Any, *arguments: Any, ring: bool = False, **named: Any) -> None:
+    """A call of which each rank computes a part."""
+    with splitting(always=True):
+        cz.DistributedLoss(loss, ring=ring)(*arguments, **named)
+
+
+def hiding(kind: Any, **changes: Any) -> None:
     """Steps of a user's loss of which each rank computes a part: what it hides is equal on every rank."""
     loss_fn = cz.DistributedLoss(later(kind(), **changes))
     with splitting(always=True):
         for n in (3, 5, 4, 6):
             loss_fn(z(n + rank(), dtype=torch.float64), y(n + rank())).backward()
+
+
+MOCO = cz.InfoNCE(in_batch_negatives=False)
+
+
+def memory(loss: Any) -> nn.Module:
+    return cz.CrossBatchMemory(loss, 8, 3)
+
+
+def in_one_step(make: Callable[[], nn.Module]) -> None:
+    with last(cz.one_step(loss := make()), nullcontext()):
+        cz.DistributedLoss(loss)(z(), z())
+
+
+def recomputed_in_one_step() -> None:
+    loss_fn, rows = cz.DistributedLoss(cz.DINO(3)), z()
+    with cz.one_step(loss_fn):
+        checkpoint(loss_fn, rows, rows.detach(), use_reentrant=False).backward()
+
+
+def of_tokens(spoil: Callable[[Tensor], list[Any]]) -> None:
+    tokens = torch.eye(3)[:, None].repeat(1, 2, 1)
+    cz.DistributedLoss(cz.MaxSim(), check_distinct=False)(*last(spoil(tokens), [tokens] * 2))
 
 
 def with_another_pointer() -> None:
@@ -148,22 +177,9 @@ def with_another_pointer() -> None:
     cz.DistributedLoss(loss)(z(), y())
 
 
-def averaged(model: Any, *, with_gradients: bool = True) -> None:
-    for parameter in model.parameters() if with_gradients else ():
-        parameter.grad = torch.zeros_like(parameter)
-    cz.average_gradients(model)
-
-
-def sharded() -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(nn.Linear(2, 4))
-
-
 INDICES, SAME, X, C = (torch.tensor([0]),) * 3, numbers(4, 3, seed=1), torch.ones(3, 2), cz.collectives
 GATHERED = "NTXent: every rank brought the very same embeddings"
 TWICE = "CrossBatchMemory: a backward pass computes the loss again, as torch.utils.checkpoint does"
-DISAGREE = "average_gradients: ranks disagree on … rank 0 … rank 1"
 NO_ROOT = "rank {} is not one of the group's ranks 0 … 2"
 
 ANYWHERE: list[tuple[Callable[[Wrap], Any], str]] = [
@@ -292,24 +308,29 @@ BETWEEN: list[tuple[int, Callable[[], Any], str]] = [
         lambda: wrapped(lambda a, b: (a @ b.T).sum(), x := z(), last(x.clone(), x)),
         "ranks disagree on which arguments are one tensor",
     ),
-    *((2, lambda x=x: split(HidesInRows, noise=x()), "the same anchor") for x in (of_a_generator, OfAGenerator)),
-    (2, lambda: split(HidesInCompute, noise=of_a_generator()), "the same samples"),
-    (2, lambda: split(HidesInCompute, noise=torch.rand_like), "If compute() draws random numbers … whole=True"),
-    (2, lambda: split(HidesInCompute, shares="no"), "batch.shared(parameter)"),
+    *((2, lambda x=x: hiding(HidesInRows, noise=x()), "the same anchor") for x in (of_a_generator, OfAGenerator)),
+    (2, lambda: hiding(HidesInCompute, noise=of_a_generator()), "the same samples"),
+    (2, lambda: hiding(HidesInCompute, noise=torch.rand_like), "If compute() draws random numbers … whole=True"),
+    (2, lambda: hiding(HidesInCompute, shares="no"), "batch.shared(parameter)"),
+    *((2, lambda make=make: in_one_step(make), "open_step") for make in (lambda: cz.DINO(3), lambda: memory(MOCO))),
+    (2, recomputed_in_one_step, "a backward pass computes the loss again"),
+    (
+        2,
+        lambda: wrapped(cz.Matryoshka(cz.SupCon(), (2, 4)), z(4, last(3, 4)), y()),
+        "rank 1: a prefix of 4 does not fit",
+    ),
+    # tokens
+    (2, lambda: of_tokens(lambda x: [x[..., :2]] * 2), "disagree on the width of tokens of queries … d=3 … d=2"),
+    (2, lambda: of_tokens(lambda x: [x, x, None, x[..., 0].long()]), "rank 1: … got none in row 1"),
+    # a ring
+    (2, lambda: split(cz.SupCon(), z(), mask=torch.ones(4, 8), ring=True), "SupCon: with ring=True"),
+    (2, lambda: split(cz.MNRL(), z(), z(4), document_ids=y(), ring=True), "MNRL: with ring=True"),
+    (2, lambda: split(cz.SigLIP(), z(), z(), ring=last(True, False)), "ring: rank 0 has False, rank 1 has True"),
     # memories
     (2, lambda: remembering(cz.SupCon(), z(4, 3 + rank()), y()), "CrossBatchMemory: … holds rows of width 3"),
     (2, lambda: remembering(cz.InfoNCE(), z(), spoilt()), "CrossBatchMemory: … NaN or infinite"),
     (2, lambda: remembering(cz.InfoNCE(), z(), y()), "partners of InfoNCE are keys"),
     (2, with_another_pointer, "the memory's pointer: rank 0 has 0, rank 1 has 1"),
-    # average_gradients
-    (2, lambda: averaged(nn.Linear(2, last(4, 3))), f"{DISAGREE} … weight … [3, 2] … [4, 2] … the same on every rank"),
-    (2, lambda: averaged(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank())])), f"{DISAGREE} … none"),
-    (
-        2,
-        lambda: averaged(nn.Linear(2, 2).parameters(), with_gradients=False),
-        "average_gradients: … got generator. Pass the model itself",
-    ),
-    (2, lambda: averaged(sharded(), with_gradients=False), "are DTensors (weight) … leave average_gradients out"),
     # collectives
     (3, lambda: C.broadcast([1.0]), "broadcast: x must be a tensor, got list."),
     *((3, lambda f=f: f(torch.tensor(1.0)), "at least one dimension") for f in (C.all_gather, C.reduce_scatter)),

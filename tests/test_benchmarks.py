@@ -12,7 +12,6 @@ import torch
 
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
-from tests.interpreter import torchrun
 
 pytest.importorskip("triton")
 
@@ -24,9 +23,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import bench
 import gpu
 import memory
-from gpu_suite import measure
-from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, MODULES, PUBLIC, normalised
-from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
+from gpu_suite.implementations import DENSE, IMPLEMENTATIONS, MODULES, PUBLIC, normalised
+from gpu_suite.measure import LIMIT, SCALE, relative_error
 from suite import harness, report
 from suite.cases import CASES, FASTER, LOSSES, Case
 
@@ -146,15 +144,6 @@ def test_a_small_step_calls_few_functions(worlds: Worlds) -> None:
         assert 100 < calls["loss"] < MOST_CALLS, calls
 
 
-def test_times_of_ranks_have_a_row_for_each_exchange() -> None:
-    """On the CPU, where both implementations are torch's."""
-    program = str(ROOT / "benchmarks" / "gpu_ranks.py")
-    done = torchrun(2, program, "--device", "cpu", "--rows", "16", "--width", "4", "--steps", "1")
-    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 3 * 2 * 2
-    assert all(float(row[3]) > 0 for row in rows)
-
-
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
 
 
@@ -185,24 +174,3 @@ def test_a_wrong_call_is_noticed_before_it_is_timed(what: str) -> None:
 @pytest.mark.parametrize("loss", DENSE)
 def test_the_limit_is_above_the_rounding_of_bfloat16(loss: str) -> None:
     assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < LIMIT / 2
-
-
-def test_a_peer_without_a_time_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first(loss: str, name: str) -> Measurement:
-        return next(measure.measure(loss, name, [(8, 256)]))
-
-    def failing(_: Any) -> float:
-        raise ValueError("a | b\nmore")
-
-    monkeypatch.setitem(sys.modules, "memeff", None)
-    assert "memeff" in first("CLIP", "memeff").reason
-    for error, reason in ((0.5, "relative error 0.5, which is more than 0.02"), (float("nan"), "relative error nan")):
-        monkeypatch.setattr(measure, "relative_error", lambda *_, error=error, **__: error)
-        assert reason in first("CLIP", EAGER).reason
-    monkeypatch.setattr(measure, "relative_error", lambda *_, **__: 0.01)
-    monkeypatch.setattr(measure, "steps", lambda *_: int)
-    monkeypatch.setattr(measure, "peak_mb", lambda _: 2.0)
-    monkeypatch.setattr(measure, "median_ms", lambda _: 3.0)
-    assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, 3.0, 2.0, 0.01)
-    monkeypatch.setattr(measure, "median_ms", failing)
-    assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, error=0.01, reason="ValueError: a / b")

@@ -156,6 +156,11 @@ CONSTRUCTED: dict[str, Mistake] = {
         lambda: D(cz.SupCon(), process_group=None),
     ),
     "criterion=": Mistake("Did you mean loss?", lambda: D(criterion=cz.SupCon()), lambda: D(loss=cz.SupCon())),  # type: ignore[call-arg]  # the mistake
+    "mini_batch_size=": Mistake(
+        "Did you mean chunk_size?",
+        lambda: cz.GradCache(nn.Linear(2, 2), mini_batch_size=2),  # type: ignore[call-arg]  # the mistake
+        lambda: cz.GradCache(nn.Linear(2, 2), chunk_size=2),
+    ),
     "temp=": Mistake("Did you mean temperature?", lambda: cz.SupCon(temp=0.1), lambda: cz.SupCon(temperature=0.1)),  # type: ignore[call-arg]  # the mistake
     "a miner by position": Mistake(
         "a miner as miner=…", lambda: D(lenient, mine), lambda: D(lenient, miner=mine)  # type: ignore[call-arg]  # the mistake
@@ -165,13 +170,7 @@ CONSTRUCTED: dict[str, Mistake] = {
         lambda: D(cz.NTXent(), cz.Clip()),  # type: ignore[call-arg]  # the mistake
         lambda: D(cz.WeightedSum([cz.NTXent(), cz.InfoNCE()])),
     ),
-    "a class": Mistake("Pass an instance, SupCon(...)", lambda: D(cz.SupCon), lambda: D(cz.SupCon())),
     "a layer": Mistake("Linear is a model. Wrap the loss", lambda: D(nn.Linear(2, 2)), lambda: D(cz.NTXent())),
-    "no chunk size": Mistake(
-        "GradCache(model, chunk_size=64)",
-        lambda: cz.GradCache(nn.Linear(2, 2)),
-        lambda: cz.GradCache(nn.Linear(2, 2), chunk_size=64),
-    ),
     "open_clip's ranks": Mistake(
         "rank, world_size are open_clip's options. Leave them out, ClipLoss()",
         lambda: cz.adapters.open_clip.ClipLoss(rank=0, world_size=2),

@@ -1,23 +1,19 @@
 """The state of a loss moves once a step, however many calls a step has, as one batch moves it on one process."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base import state
 from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.testing.catalogue import CATALOGUE
-from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, assert_says, close, common_error, numbers
+from tests.helpers import EVERY_CASE, close, numbers
 from tests.random_steps.losses import LOSSES, D, global_rows
 
 CASES = [name for name, loss in LOSSES.items() if loss.remembers and not loss.user_code]
@@ -160,25 +156,3 @@ def test_what_moves_by_itself_is_refused() -> None:
         pass
     with cz.one_step(cz.NTXent(), cz.ArcFace(2, 2)):  # without a state
         pass
-
-
-def on_one_rank(make: Callable[[], nn.Module]) -> None:
-    loss, rows = make(), numbers(2, D, seed=dist.get_rank(), dtype=torch.float32)
-    with cz.one_step(loss) if dist.get_rank() else nullcontext():
-        cz.DistributedLoss(loss)(rows, rows)
-
-
-def recomputed() -> None:
-    loss_fn, rows = cz.DistributedLoss(cz.DINO(D)), numbers(2, D, seed=dist.get_rank(), dtype=torch.float32)
-    with cz.one_step(loss_fn):
-        checkpoint(loss_fn, rows.requires_grad_(), rows.detach(), use_reentrant=False).backward()
-
-
-def test_ranks_that_are_not_all_in_a_step_and_a_call_that_a_backward_pass_repeats_are_refused(worlds: Worlds) -> None:
-    for bad, words in [
-        (lambda: on_one_rank(lambda: cz.DINO(D)), "open_step"),
-        (lambda: on_one_rank(LOSSES["MoCo"].make), "open_step"),
-        (recomputed, "a backward pass computes the loss again"),
-    ]:
-        said, _ = common_error(worlds, 2, bad, lambda: None)
-        assert_says(said, words)

@@ -98,16 +98,6 @@ SUMMED = """for module in (model, loss_fn):
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 optimizer = """
-IN_FSDP = {
-    "import contrastive_zoo as cz": "import contrastive_zoo as cz\nfrom torch.distributed.fsdp import fully_shard",
-    "DistributedDataParallel(nn": "fully_shard(nn",
-    "momentum=0.9": "momentum=0.9, foreach=False",
-}
-DDP_AROUND = {
-    "(nn.Sequential(": "(cz.GradCache(nn.Sequential(",
-    "nn.Linear(128, 32))": "nn.Linear(128, 32)), 16)",
-    "cz.GradCache(model, chunk_size=16)": "model",
-}
 OF_A_SUM = {"(0.5))": '(0.5)), grad_reduction="sum"'}
 IN_FLOAT64 = {"enabled=False": "enabled=True", 'torch.autocast("cpu", torch.bfloat16)': "torch.enable_grad()"}
 
@@ -116,8 +106,6 @@ RIGHT = [
     ("fabric", {"loss_fn.to(fabric.device)": "fabric.setup_module(loss_fn)"}),
     ("fsdp", {"optimizer = ": "fully_shard(loss_fn)\noptimizer = "}),
     ("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED, **OF_A_SUM}),
-    ("gradient_cache", DDP_AROUND),
-    ("gradient_cache", IN_FSDP),
     *(("deepspeed_engine", {'"stage": 2': f'"stage": {stage}'}) for stage in (0, 1, 3)),
 ]
 """Other ways to write a recipe, as edits of its text."""

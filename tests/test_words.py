@@ -87,16 +87,6 @@ def private_words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
-_SWITCHED_OFF = re.compile(r"#\s*(?:type:\s*ignore|noqa)\S*(?:\s+[A-Z]\d+,?)*\s*(.*)")
-"""A check of a linter or type checker that is switched off in a line, and what follows it."""
-
-
-def unexplained(text: str) -> list[str]:
-    """Return the lines in which a check is switched off without a reason."""
-    matches = ((line, match) for line in text.splitlines() if (match := _SWITCHED_OFF.search(line)))
-    return [line.strip() for line, match in matches if not match[1].lstrip("# -")]
-
-
 def test_the_files_are_read() -> None:
     assert {"README.md", "check.py", "cli.py", "zoo.md"} <= {Path(path).name for path in files()}
 
@@ -113,12 +103,7 @@ def test_names_of_the_package_are_nouns() -> None:
     assert violations(not_nouns, ".py", "contrastive_zoo/") == {}
 
 
-def test_a_check_that_is_switched_off_says_why() -> None:
-    assert violations(unexplained, ".py") == {}
-
-
 def test_violations_are_noticed() -> None:
-    """The sign of a comment is put together here, so that this file has none."""
     assert private_words("The mend travels in everybody's luggage.") == ["mend", "travels", "everybody's", "luggage"]
     assert private_words("a recommended flaw") == []
     code = "def meet(guilty, embedding_bag): foreignLoss = 'pull'; impulley, DrawsLaws, Law = 1, 2, 3"
@@ -128,5 +113,3 @@ def test_violations_are_noticed() -> None:
         "wrong",
         "found",
     }
-    off = [f"{sign} {what}" for sign in "#" for what in ("type: ignore[misc]", "noqa: F401, I001", "noqa")]
-    assert unexplained("\n".join([*off, *(f"{x}  # a reason" for x in off), *(f"{x} - why" for x in off)])) == off

@@ -1,7 +1,5 @@
 """On one process, with and without a process group, DistributedLoss is transparent for every loss of the library."""
 
-import copy
-import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,9 +18,6 @@ pytestmark = [
     pytest.mark.peers,
     pytest.mark.filterwarnings("ignore"),
 ]  # the library's own, about how it calls torch and NumPy
-
-OWN = {"loss", "miner", "process_group", "grad_reduction", "check_finite", "check_equal", "forward"}
-"""Attributes of the wrapper; all others are the loss's."""
 
 
 def rows(seed: int = 0, n: int = SAMPLES) -> Tensor:
@@ -119,31 +114,6 @@ def test_a_wrapper_that_changes_a_call_is_detected() -> None:
     )
     assert not same(outcome(losses.NTXentLoss(), "nothing"), outcome(losses.SupConLoss(), "too many arguments"))
     assert not same([torch.tensor(1.0)], [torch.tensor(torch.nan)])
-
-
-@pytest.mark.parametrize("name", parts(losses))
-def test_attributes_and_state_are_those_of_the_loss(name: str) -> None:
-    loss, _ = Case(name).construct()
-    wrapper = cz.DistributedLoss(loss)
-    of_modules = set(dir(nn.Module())) | OWN
-    for attribute in [x for x in dir(loss) if not x.startswith("_") and x not in of_modules]:
-        found, expected = getattr(wrapper, attribute), getattr(loss, attribute)
-        assert found is expected or found == expected, attribute
-    assert wrapper.loss is loss
-    assert [*map(id, wrapper.parameters())] == [*map(id, loss.parameters())]
-    assert [*wrapper.state_dict()] == [f"loss.{key}" for key in loss.state_dict()]
-    with pytest.raises(AttributeError, match="'DistributedLoss' object has no attribute 'temprature'"):
-        _ = wrapper.temprature
-    call = {"ManifoldLoss": "one tensor", "VICRegLoss": "a reference by name", "SelfSupervisedLoss": "two views"}
-    expected = outcome(copy.deepcopy(wrapper), call.get(name, "rows and labels"))
-    assert isinstance(expected[0], Tensor)
-    twin, file = cz.DistributedLoss(Case(name).construct()[0]), io.BytesIO()
-    torch.save(wrapper.state_dict(), file)
-    file.seek(0)
-    twin.load_state_dict(torch.load(file))
-    assert same(outcome(twin, call.get(name, "rows and labels")), expected)
-    assert wrapper.eval() is wrapper
-    assert not loss.training
 
 
 def test_attributes_of_a_loss_inside_ddp_are_read_too(worlds: Worlds) -> None:

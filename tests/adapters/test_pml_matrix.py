@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, numbers, refused
+from tests.helpers import EVERY_CASE
 from tools.comparison import Batch, Compared, Run, measure, train
-from tools.pml_matrix import BASES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs
+from tools.pml_matrix import BASES, SPLITS, Case, all_runs, cases, parts, some_runs
 
 pytestmark = pytest.mark.peers
 
@@ -92,44 +92,6 @@ def test_a_new_export_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs_to_be_told" in train(Case("NewLoss"), Run(((12,),)))
 
 
-def of_rank(*counts: int, seed: int = 0) -> Tensor:
-    return numbers(counts[cz.World.of().rank], WIDTH, seed=seed + cz.World.of().rank)
-
-
-def labels_of_rank(*counts: int) -> Tensor:
-    return torch.arange(counts[cz.World.of().rank]) % 3
-
-
-def shifted(name: str) -> Any:
-    """Call a loss where the totals over ranks are equal, but samples would be paired with others."""
-    z, labels, second_view = of_rank(3, 5), labels_of_rank(3, 5), of_rank(5, 3, seed=7)
-    references = of_rank(4, 4), labels_of_rank(5, 3)
-    if name == "reference labels":
-        return cz.DistributedLoss(losses.ContrastiveLoss())(z, labels, None, *references)
-    if name == "miner":
-        return cz.data.DistributedMiner(miners.BatchHardMiner())(z, labels, *references)
-    if name == "mask":
-        memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), WIDTH, memory_size=9).double()
-        return cz.DistributedLoss(memory)(z, labels, enqueue_mask=labels_of_rank(5, 3) == 0)
-    if name == "views":
-        return cz.DistributedLoss(lambda view1, view2: (view1.sum(0) * view2.sum(0)).sum())(z, second_view)
-    return cz.DistributedLoss(losses.VICRegLoss())(z, ref_emb=second_view)
-
-
-WRONG = {
-    "reference labels": "ref_labels are one per row of ref_emb",
-    "miner": "ref_labels are one per row of ref_emb",
-    "mask": "enqueue_mask is one per row of embeddings",
-    "views": "view2 is another view of each row of view1",
-    "VICReg": "ref_emb holds another view of each row of embeddings",
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_samples_that_do_not_pair_are_refused_on_every_rank(name: str, worlds: Worlds) -> None:
-    refused(worlds, 2, partial(shifted, name), WRONG[name])
-
-
 def gathered(rows: Tensor) -> Tensor:
     return cz.collectives.all_gather(rows, gradient="partial")
 
@@ -179,8 +141,3 @@ def even(_: Case) -> list[Run]:
 )
 def test_mutants_are_caught(mutant: dict[str, Any], case: Case, worlds: Worlds) -> None:
     assert wrong(measure(worlds, [case], even, partial(by_hand, **mutant)))
-
-
-def test_the_model_without_a_mutant_is_right(worlds: Worlds) -> None:
-    of = map(Case, ("ContrastiveLoss", "ProxyAnchorLoss", "NTXentLoss", "CrossBatchMemory"))
-    assert wrong(measure(worlds, of, even, by_hand)) == []

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.losses import references
 from contrastive_zoo.testing.catalogue import CATALOGUE
-from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import assert_says, close, common_error, error_message, later, numbers
+from tests.helpers import assert_says, close, error_message, later, numbers
 from tools.pml_matrix import AROUND_ANOTHER, BUILT, WIDTH, parts
 
 EARLIER, LATER, CLASSES = 7, 5, 3
@@ -124,19 +123,6 @@ class WithoutSwap(losses.TripletMarginLoss):
 
 def test_a_subclass_with_a_formula_of_its_own_is_not_refused() -> None:
     assert in_memory(WithoutSwap(swap=True), *batches(0)) == in_memory(losses.TripletMarginLoss(), *batches(0))
-
-
-def swapped() -> Tensor:
-    rows, labels = batches(0)
-    loss_fn = cz.DistributedLoss(losses.TripletMarginLoss(swap=True))
-    value: Tensor = loss_fn(rows[:4], labels[:4], ref_emb=rows[4:], ref_labels=labels[4:])
-    return value
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_references_are_refused_on_every_rank(world_size: int, worlds: Worlds) -> None:
-    said, _ = common_error(worlds, world_size, swapped, lambda: None)
-    assert_says(said, "TripletMarginLoss: it is wrong for other references than its batch … swap=False")
 
 
 def memory_of(name: str) -> cz.CrossBatchMemory:

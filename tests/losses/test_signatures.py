@@ -145,19 +145,6 @@ def test_a_wrong_setting_in_a_file_is_refused(settings: str, tmp_path: Path) -> 
         built(cz.NTXent, tmp_path, f"loss: {settings}")
 
 
-@pytest.mark.parametrize(
-    ("make", "suggested"),
-    [
-        (lambda: cz.NTXent(temprature=0.1), "temperature"),  # type: ignore[call-arg]  # why: wrong on purpose
-        (lambda: cz.SoftTriple(3, 3, centers_per_class=2), "sub_centers"),  # type: ignore[call-arg]  # why: wrong on purpose
-        (lambda: cz.GradCache(nn.Linear(1, 1), mini_batch_size=2), "chunk_size"),  # type: ignore[call-arg]  # why: wrong on purpose
-    ],
-)
-def test_a_wrong_name_gets_a_suggestion(make: Any, suggested: str) -> None:
-    with pytest.raises(TypeError, match=rf"'\w+'\. Did you mean {suggested}\?"):
-        make()
-
-
 def test_a_name_that_is_like_none_gets_no_suggestion() -> None:
     with pytest.raises(TypeError, match=r"NTXent has no setting 'zzz'\. It has: temperature, normalize, reduction"):
         cz.NTXent(zzz=0.1)  # type: ignore[call-arg]  # why: wrong on purpose

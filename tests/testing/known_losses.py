@@ -15,7 +15,6 @@ from contrastive_zoo.testing.measurement import Call
 from tools.gallery.recipe import (
     gather_detached,
     rank_and_size,
-    scale_gradient,
     shard_sizes,
     symmetric_cross_entropy,
     world_size,
@@ -42,17 +41,10 @@ WRONG_LOSSES: list[Known] = []
 
 def _wrong(mistake: str, call: Call = "views") -> Callable[[Any], Any]:
     def register(made: Any) -> Any:
-        make = made if isinstance(made, type) else lambda: made
-        WRONG_LOSSES.append(Known(made.__name__, make, call, mistake))
+        WRONG_LOSSES.append(Known(made.__name__, lambda: made, call, mistake))
         return made
 
     return register
-
-
-def own_first(x):
-    gathered = gather_detached(x)
-    local = gathered.pop(rank_and_size()[0])
-    return torch.cat([x if x.requires_grad else local, *gathered])
 
 
 def offset(x):
@@ -61,16 +53,6 @@ def offset(x):
 
 def unit(*views):
     return [F.normalize(view, dim=1) for view in views]
-
-
-def in_rank_order(embeddings, labels):
-    """Return the samples and labels of all ranks, and those of this rank among these."""
-    z, y = all_gather(embeddings), all_gather(labels)
-    return z, y, z[offset(labels) : offset(labels) + len(labels)]
-
-
-def global_mean(total, count):
-    return all_reduce(total) / all_reduce(torch.tensor(float(count)))
 
 
 class _CompleteTwice(torch.autograd.Function):
@@ -90,47 +72,16 @@ def gradient_reduced_twice(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-@_wrong("own rank first", "labels")
-def own_rows_first_and_the_first_positive_of_a_tie(embeddings, labels):
-    z, y = scale_gradient(world_size(), own_first(embeddings)), own_first(labels)
-    positive = (y[:, None] == y) & ~torch.eye(len(y), dtype=torch.bool)
-    first = positive.float().argmax(1)
-    return F.softplus((z - z[first]).square().sum(1)[positive.any(1)]).sum() / len(z)
-
-
-@_wrong("mask without offset", "labels")
-def self_mask_with_an_offset_of_equal_shards(embeddings, labels):
-    z, y, local = in_rank_order(F.normalize(embeddings, dim=1), labels)
-    self_pair = torch.arange(len(local))[:, None] + rank_and_size()[0] * len(labels) == torch.arange(len(z))
-    positive = (labels[:, None] == y) & ~self_pair
-    log_p = F.log_softmax((local @ z.T).masked_fill(self_pair, -30.0), 1)
-    return global_mean(-(log_p * positive).sum(), len(local))
-
-
-def hardest(local, labels, positives, negatives):
-    if not len(local):
-        return global_mean(0 * (local.sum() + positives[0].sum() + negatives[0].sum()), 0)
-    (p, of_p), (n, of_n) = positives, negatives
-    far = torch.cdist(local, p).where(labels[:, None] == of_p, 0).amax(1)
-    near = torch.cdist(local, n).where(labels[:, None] != of_n, 9.0).amin(1)
-    return global_mean(F.softplus(far - near).sum(), len(local))
-
-
-@_wrong("local mining", "labels")
-def hardest_positive_of_this_rank(embeddings, labels):
-    z, y, local = in_rank_order(embeddings, labels)
-    return hardest(local, labels, (local, labels), (z, y))
-
-
 @_wrong("local mining", "labels")
 def hardest_negative_of_this_rank(embeddings, labels):
-    z, y, local = in_rank_order(embeddings, labels)
-    return hardest(local, labels, (z, y), (local, labels))
-
-
-@_wrong("times W", "labels")
-def means_of_ranks_added(embeddings, labels):
-    return all_reduce(embeddings.square().sum() / max(len(labels), 1))
+    z, y = all_gather(embeddings), all_gather(labels)
+    local = z[offset(labels) : offset(labels) + len(labels)]
+    total = 0 * (local.sum() + z.sum())
+    if len(local):
+        far = torch.cdist(local, z).where(labels[:, None] == y, 0).amax(1)
+        near = torch.cdist(local, local).where(labels[:, None] != labels, 9.0).amin(1)
+        total = F.softplus(far - near).sum()
+    return all_reduce(total) / all_reduce(torch.tensor(float(len(local))))
 
 
 @_wrong("divided by W")
@@ -154,25 +105,6 @@ class Centred(nn.Module):
 
     def batch_center(self, teacher):
         return torch.cat(gather_detached(teacher)).mean(0)
-
-
-@_wrong("state")
-class CenterOfThisRank(Centred):
-    def batch_center(self, teacher):
-        return teacher.sum(0) / max(len(teacher), 1)
-
-
-@_wrong("different random numbers", "labels")
-class ProxiesFromASeedPerRank(nn.Module):
-    """Proxies that are no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proxies = torch.randn(64, 8, generator=torch.Generator().manual_seed(rank_and_size()[0]))
-
-    def forward(self, embeddings, labels):
-        z = all_gather(embeddings)
-        return F.cross_entropy(z @ self.proxies[:, : z.shape[1]].T, all_gather(labels))
 
 
 RIGHT_LOSSES: list[Known] = []
@@ -242,17 +174,6 @@ def _of_pml(name: str, **settings: Any) -> Any:
     return cz.DistributedLoss(getattr(losses, name)(**settings))
 
 
-PML_LOSSES = """
-TripletMarginLoss NTXentLoss SupConLoss MultiSimilarityLoss CircleLoss ContrastiveLoss AngularLoss FastAPLoss
-LiftedStructureLoss GeneralizedLiftedStructureLoss SignalToNoiseRatioContrastiveLoss IntraPairVarianceLoss MarginLoss
-NCALoss NPairsLoss TupletMarginLoss RankedListLoss
-"""
-
-for _name in PML_LOSSES.split():
-    _settings = {"margin": 0.4, "Tn": 10} if _name == "RankedListLoss" else {}
-    RIGHT_LOSSES.append(
-        Known(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", searched=_name != "TripletMarginLoss")
-    )
-for _name in ("ProxyAnchorLoss", "ArcFaceLoss", "SoftTripleLoss", "NormalizedSoftmaxLoss", "ProxyNCALoss"):
-    _settings = {"num_classes": 64, "embedding_size": 3}
-    RIGHT_LOSSES.append(Known(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", None, True, 3))
+RIGHT_LOSSES.append(Known("PML TripletMarginLoss", partial(_of_pml, "TripletMarginLoss"), "labels"))
+_PROXIES = partial(_of_pml, "ProxyAnchorLoss", num_classes=64, embedding_size=3)
+RIGHT_LOSSES.append(Known("PML ProxyAnchorLoss", _PROXIES, "labels", None, True, 3))

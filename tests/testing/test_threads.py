@@ -15,7 +15,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import plan
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import RankError, Worlds
-from tests.helpers import numbers, refused
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +113,6 @@ def test_a_message_that_never_comes_is_noticed_at_once(pool: Worlds) -> None:
     """No time passes: the limit is a year."""
     with pytest.raises(RankError, match=r"rank 0 waits in all_reduce .* rank 1 has returned. Rank 1 never entered"):
         pool.run(2, lambda: dist.get_rank() or dist.all_reduce(torch.ones(1)), timeout=3e7)
-
-
-def test_a_rank_that_fails_is_heard_of_by_the_others_which_go_on(pool: Worlds) -> None:
-    def one_rank_is_wrong() -> None:
-        rows = numbers(4, 3, seed=dist.get_rank())
-        cz.DistributedLoss(cz.NTXent())(rows, rows[: 4 - dist.get_rank()])
-
-    refused(pool, 2, one_rank_is_wrong, "row i of view 1 belongs to row i of view 0")
 
 
 def test_a_third_party_loss_is_alone_in_its_thread(pool: Worlds) -> None:
