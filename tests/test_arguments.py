@@ -47,6 +47,10 @@ def called(*arguments: Any, loss: Any = with_other, **options: Any) -> Any:
     return cz.DistributedLoss(loss, **options)(*arguments)
 
 
+def remembered(*arguments: Any, **named: Any) -> Any:
+    return cz.DistributedLoss(losses.CrossBatchMemory(losses.ContrastiveLoss(), D))(*arguments, **named)
+
+
 def first(x: Any, other: Any) -> Any:
     return other if dist.get_rank() else x
 
@@ -328,13 +332,7 @@ REFUSED: list[tuple[int, Callable[[], Any], str]] = [
         lambda: cz.DistributedLoss(losses.VICRegLoss())(of_rank(), ref_emb=of_rank(4)),
         "ref_emb holds another view of each row",
     ),
-    (
-        2,
-        lambda: called(
-            of_rank(), Y, None, None, None, Y[:4] == 0, loss=losses.CrossBatchMemory(losses.ContrastiveLoss(), D)
-        ),
-        "enqueue_mask is one per row of embeddings",
-    ),
+    (2, lambda: remembered(of_rank(), Y, enqueue_mask=Y[:4] == 0), "enqueue_mask is one per row of embeddings"),
     (
         2,
         lambda: called(of_rank(), of_rank(4), loss=lambda view1, view2: total(view1, view2)),

@@ -41,26 +41,6 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert harness.relative_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 
 
-def test_implementations_are_measured_in_rotated_order_until_rounds_and_seconds_are_spent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seconds, read = {"GEMM": 0.5, "tiny": 0.001, "huge": torch.inf}, []
-
-    def seconds_per_call(run: Any, calls: int) -> float:
-        read.append((run(), calls))
-        if seconds[run()] == torch.inf:
-            raise torch.OutOfMemoryError
-        return seconds[run()]
-
-    monkeypatch.setattr(harness, "seconds_per_call", seconds_per_call)
-    runners = {name: (lambda name=name: name) for name in seconds}
-    assert harness.in_rounds(runners, rounds=1, reading=0.02) == [{"GEMM": 0.5, "tiny": 0.001}]
-    assert ("tiny", 20) in read
-    assert len(harness.in_rounds(runners, rounds=1, seconds=1.2)) == 3
-    assert len(harness.in_rounds(runners, rounds=4, seconds=1.2)) == 4
-    assert [name for name, _ in read[-8:]] == ["GEMM", "tiny", "tiny", "GEMM"] * 2
-
-
 def test_every_loss_is_called_with_as_many_embeddings_as_its_memory_is_measured_for() -> None:
     for entry in {str(x.kinds): x for x in CATALOGUE.values()}.values():  # one of each call
         inputs = memory.arguments(entry, 96, 8)

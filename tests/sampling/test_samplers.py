@@ -126,7 +126,6 @@ def test_a_world_has_its_rank() -> None:
 NINE = GlobalBatchSampler(9, batch_size=9, process_group=ONE_PROCESS)
 BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(GlobalBatchSampler, 0, batch_size=4), "num_samples is an integer of at least 1, got 0"),
-    (partial(GlobalBatchSampler, 9, batch_size=2.0), r"batch_size is an integer of at least 1, got 2\.0"),
     (partial(GlobalBatchSampler, 9, batch_size=2, seed=-1), "seed is an integer of at least 0, got -1"),
     (partial(MPerClassBatchSampler, LABELS, m=1, classes_per_batch=2), "m is an integer of at least 2, got 1"),
     (partial(MPerClassBatchSampler, LABELS, m=2, classes_per_batch=5), "at most the number of classes, 4, got 5"),
@@ -134,7 +133,6 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(MPerClassBatchSampler, ["a", "a", "b"], m=2, classes_per_batch=1), r"1 of 2 classes have one .*'b'"),
     (partial(MPerClassBatchSampler, LABELS, m=2, classes_per_batch=2, singletons="no"), "one of 'raise', 'keep'"),
     (partial(MPerClassBatchSampler, np.ones((3, 2)), m=2, classes_per_batch=1), r"\[n\], got shape \[3, 2\]"),
-    (partial(NoDuplicatesBatchSampler, [1], torch.ones(2, 2), batch_size=2), r"\[n\], got shape \[2, 2\]"),
     (partial(NoDuplicatesBatchSampler, batch_size=2), r"equal lengths of at least 1, got lengths \[\]"),
     (partial(NoDuplicatesBatchSampler, [1, 2], [1], batch_size=2), r"got lengths \[2, 1\]"),
     (
@@ -145,18 +143,12 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(token_chunks, [0.5], 8), r"lengths are integers \[n\], got float64 \[1\]"),
     (partial(token_chunks, [[1], [2, 3]], 8), r"lengths are integers \[n\] on the CPU, got \[\[1\], \[2, 3\]\]"),
     (partial(token_chunks, [1], 0), r"chunk_tokens is an integer in 1 … 2\*\*60, got 0"),
-    (partial(TokenBatchSampler, [9], chunk_tokens=8, chunks_per_batch=1), "TokenBatchSampler: a sample has at most"),
     (partial(TokenBatchSampler, [], chunk_tokens=8, chunks_per_batch=1), "lengths are one per sample, got none"),
-    (
-        partial(TokenBatchSampler, [9], chunk_tokens=9, chunks_per_batch=0),
-        "chunks_per_batch is an integer of at least 1",
-    ),
     (partial(GlobalBatchSampler, 9, batch_size=2, drop_last="yes"), "drop_last is True or False, got 'yes'"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], drop_last=True), "Pass it to the samplers"),
     (partial(OneDatasetBatchSampler, [], sizes=[]), r"one batch sampler for each data set, got \[\]"),
     (partial(OneDatasetBatchSampler, [[[0]]], sizes=[1]), r"batch samplers of contrastive_zoo\.data, got \[\[0\]\]"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9, 9]), r"one integer for each of the 1 samplers, got \[9, 9\]"),
-    (partial(OneDatasetBatchSampler, [NINE], sizes=[0]), "a size is an integer of at least 1, got 0"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], temperature=0.5), r"of at least 1, got 0\.5"),
     (
         lambda: list(OneDatasetBatchSampler([NINE], sizes=[8])),

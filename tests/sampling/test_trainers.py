@@ -116,10 +116,3 @@ def test_a_trainer_that_would_split_each_part_again_is_refused(monkeypatch: pyte
     assert GlobalBatchSampler(24, batch_size=6, process_group=cz.World()).drop_last is False
     monkeypatch.setattr(BaseBatchSampler, "drop_last", False)
     assert len(split_again(0) + split_again(1)) < 24
-
-
-def test_lightning_tells_the_sampler_the_epoch() -> None:
-    data = pytest.importorskip("lightning.fabric.utilities.data")
-    batches: Any = loader()
-    data._set_sampler_epoch(batches, 2)  # Lightning calls it before each epoch
-    assert batches.batch_sampler.epoch == 2
