@@ -4,7 +4,7 @@ With sharded weights every rank compares the embeddings of *all* ranks with its 
 are reduced: the target's similarity and the log-sum-exp of the other classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,20 +16,12 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.softmax_arithmetic import smooths
-from contrastive_zoo.engine.tiling import recomputed, row_blocks
+from contrastive_zoo.engine.tiling import block_rows, by_blocks
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.row_checks import safe_index
 from contrastive_zoo.ranks.world import Shards, World
 
-CenterPooling = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]
-"""A function from the similarities to the k centres of each class to one similarity per class."""
-
 _CLASSES_PER_DRAW = 4096
-
-
-def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
-    """Return the similarity to the most similar centre of each class."""
-    return similarity.amax(2)
 
 
 @dataclass(frozen=True)
@@ -49,10 +41,13 @@ class ClassPairs:
         self,
         scale: float | Tensor,
         target_function: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda similarity: similarity,
-        pooling: CenterPooling = nearest_center,
+        softness: float | Tensor | None = None,
     ) -> Float[Tensor, " n"]:
-        """Return cross-entropies of the logits scale · z_i·w_j, with ``target_function`` of the similarity to y_i."""
-        (target, *others), negatives = self._sums_and_negatives(scale, pooling)
+        """Return cross-entropies of the logits scale · z_i·w_j, with ``target_function`` of the similarity to y_i.
+
+        Of several centres of a class the most similar counts, or with a softness γ their mean by ``softmax(s / γ)``.
+        """
+        (target, *others), negatives = self._sums_and_negatives(scale, softness)
         positive = scale * target_function(target)
         losses = -F.logsigmoid(positive - negatives)
         if others:
@@ -61,7 +56,7 @@ class ClassPairs:
         return losses
 
     def _sums_and_negatives(
-        self, scale: float | Tensor, pooling: CenterPooling
+        self, scale: float | Tensor, softness: float | Tensor | None
     ) -> tuple[list[Float[Tensor, " n"]], Float[Tensor, " n"]]:
         """Return ``s[i, y_i]``, if smoothed also Σ_{j ≠ y_i} s[i, j], and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``.
 
@@ -69,24 +64,26 @@ class ClassPairs:
         """
         smoothed = smooths(self.label_smoothing)
 
-        def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-            s = pooling(_similarities(rows, centers))
+        def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor, *softness: Tensor) -> Tensor:
+            s = _similarities(rows, centers)
+            s = ((s / softness[0]).softmax(2) * s).sum(2) if softness else s.amax(2)
             hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
             negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
-            return torch.stack([s.where(x, 0).sum(1) for x in (hit, ~hit)[: 1 + smoothed]], 1), negatives
+            return torch.stack([negatives, *(s.where(x, 0).sum(1) for x in (hit, ~hit)[: 1 + smoothed])], 1)
 
         batch, z, classes = self.batch, self.embeddings, self.class_shards
+        numbers = [scale] if softness is None else [scale, softness]
         if classes is None:
             weights = batch.shared(self.centers)
-            sums, negatives = self._over_blocks(on_block, z, self.targets, weights, scale, by_class=False)
-            return [*sums.unbind(1)], negatives
+            negatives, *sums = self._over_blocks(on_block, [z, self.targets], weights, numbers).unbind(1)
+            return sums, negatives
         shards = batch.samples
         gathered = all_gather(z, shards=shards, process_group=batch.world)
         targets = batch.gather_detached(self.targets) - classes.start
-        sums, negatives = self._over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
-        sums = batch.sum(sums, gradient="partial")
-        negatives = batch.log_sum_exp(negatives, gradient="partial")
-        return [*sums[shards.local].unbind(1)], negatives[shards.local]
+        of_all = self._over_blocks(on_block, [gathered, targets], self.centers, numbers)
+        summed = batch.sum(of_all[:, 1:], gradient="partial")
+        negatives = batch.log_sum_exp(of_all[:, 0], gradient="partial")
+        return [*summed[shards.local].unbind(1)], negatives[shards.local]
 
     def log1p_sum_exp_by_class(
         self, shift: float | Tensor, scale: float | Tensor
@@ -97,37 +94,39 @@ class ClassPairs:
         the class, and ``log(1 + Σ exp(scale · (s + shift)))`` over those of other classes.
         """
 
-        def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        def on_block(
+            centers: Tensor, classes: Tensor, rows: Tensor, targets: Tensor, shift: Tensor, scale: Tensor
+        ) -> Tensor:
             s = _similarities(rows, centers)[..., 0]
-            hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
+            hit = targets[:, None] == classes
             lowest = torch.finfo(s.dtype).min
             positive = torch.logsumexp((-scale * (s - shift)).masked_fill(~hit, lowest), 0)
-            return positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)
+            return torch.stack([positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)], 1)
 
-        batch, labels = self.batch, self.targets
-        local = self._over_blocks(on_block, self.embeddings, labels, batch.shared(self.centers), scale, by_class=True)
-        positive, negative = (-F.logsigmoid(-batch.log_sum_exp(x, gradient="complete")) for x in local)
+        batch, labels, z = self.batch, self.targets, self.embeddings
+        classes = torch.arange(len(self.centers), device=z.device)
+        local = self._over_blocks(on_block, [batch.shared(self.centers), classes], z, [shift, scale], labels)
+        positive, negative = (-F.logsigmoid(-batch.log_sum_exp(x, gradient="complete")) for x in local.unbind(1))
         # torch.bincount would wait for an accelerator
         counts = labels.new_zeros(len(self.centers)).index_add_(0, labels, torch.ones_like(labels))
         return positive, negative, batch.sum(counts, gradient="complete")
 
     def _over_blocks(
-        self, on_block: "OnBlock", z: Tensor, labels: Tensor, weights: Tensor, scale: float | Tensor, *, by_class: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``on_block`` of all embeddings; of several blocks, the backward pass recomputes each."""
-        scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
-        matrix = (len(weights), len(z)) if by_class else (len(z), weights.shape[0] * weights.shape[1])
-        blocks = [*row_blocks(matrix[0], 4 * matrix[1], z.dtype)]  # a block makes several matrices
-        if self.batch.plan.is_plain or len(blocks) < 2:
-            return on_block(z, labels, weights, scale)
-        sizes = [x.stop - x.start for x in blocks]
-        parts: list[tuple[Tensor, Tensor, Tensor]]
-        if by_class:
-            parts = [(z, labels - x.start, part) for x, part in zip(blocks, weights.split(sizes), strict=True)]
-        else:
-            parts = [(*part, weights) for part in zip(z.split(sizes), labels.split(sizes), strict=True)]
-        first, second = zip(*(recomputed(on_block, *part, scale) for part in parts), strict=True)
-        return torch.cat(first), torch.cat(second)
+        self,
+        on_block: Callable[..., Tensor],
+        rows: Sequence[Tensor],
+        columns: Tensor,
+        numbers: Sequence[float | Tensor],
+        *of_columns: Tensor,
+    ) -> Float[Tensor, "m k"]:
+        """Return ``on_block`` of all rows, compared with all columns."""
+        z = self.embeddings
+        others = [columns, *of_columns, *(x.to(z) if isinstance(x, Tensor) else z.new_full((), x) for x in numbers)]
+        centers = rows[0].shape[1:-1].numel() * columns.shape[1:-1].numel()  # of a class
+        height = block_rows(4 * len(columns) * centers, z.dtype)  # a block makes several matrices
+        if self.batch.plan.is_plain or len(rows[0]) <= height:
+            return on_block(*rows, *others)
+        return by_blocks(on_block, height, rows, others)
 
     @cached_property
     def embeddings(self) -> Float[Tensor, "n d"]:
@@ -178,7 +177,3 @@ def draw_weights(num_classes: int, *shape: int, local: slice) -> Float[Tensor, "
 
 def _similarities(rows: Tensor, centres: Tensor) -> Tensor:
     return matmul(rows, centres.flatten(0, 1).T).view(len(rows), *centres.shape[:2])
-
-
-OnBlock = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function from a block of embeddings, their labels, all weights and the scale to two results."""

@@ -9,10 +9,10 @@ from functools import partial, reduce
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_indices
-from contrastive_zoo.engine.tiling import recomputed
 from contrastive_zoo.ranks import devices
 
 
@@ -77,6 +77,6 @@ def sum_over_positives(
     columns, present = masked_indices(positive)
     if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph
         columns, present = columns.new_zeros(len(columns), 1), present.new_zeros(len(present), 1)
-    evaluate = term if is_dense() else partial(recomputed, term)
+    evaluate = term if is_dense() else partial(checkpoint, term, use_reentrant=False, preserve_rng_state=False)
     terms = zip(columns.split(1, dim=1), present.split(1, dim=1), strict=True)
     return reduce(torch.add, (evaluate(column).where(counts[:, 0], 0) for column, counts in terms))

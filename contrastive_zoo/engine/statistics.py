@@ -10,7 +10,7 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch, Candidates
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.softmax import log_sum_exps
-from contrastive_zoo.engine.tiling import recomputed, tile_bytes
+from contrastive_zoo.engine.tiling import by_blocks, tile_bytes
 
 
 @without_autocast
@@ -43,15 +43,14 @@ def balanced_assignment(
 
 def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
     """Return Σ_i cos(t_j x_i) and Σ_i sin(t_j x_i), some points at a time; the backward pass computes them again."""
-    points = t.split(_points_at_once(x))
-    if len(points) == 1:
-        return _wave_sums(t, x)
-    return torch.cat([recomputed(_wave_sums, some, x) for some in points], 1)
+    count = _points_at_once(x)
+    sums = _wave_sums(t, x) if len(t) <= count else by_blocks(_wave_sums, count, [t], [x])
+    return sums.transpose(0, 1)
 
 
 def _wave_sums(t: Tensor, x: Tensor) -> Tensor:
     angles = t[:, None, None] * x
-    return torch.stack([angles.cos().sum(1), angles.sin().sum(1)])
+    return torch.stack([angles.cos().sum(1), angles.sin().sum(1)], 1)
 
 
 def _points_at_once(x: Tensor) -> int:

@@ -2,16 +2,16 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked
+from contrastive_zoo.ranks.compiling import Function, differentiable_once, inner_graph, saved_tensors_are_hooked
 
 R = TypeVar("R")
 
@@ -52,9 +52,13 @@ def tile_bytes(like: Tensor) -> int:
     return TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES
 
 
+def block_rows(columns: int, dtype: torch.dtype) -> int:
+    return max(1, BLOCK_BYTES // max(1, columns * dtype.itemsize))
+
+
 def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
     """Yield slices of rows whose similarities to all columns fit into :data:`BLOCK_BYTES`."""
-    height = max(1, BLOCK_BYTES // max(1, columns * dtype.itemsize))
+    height = block_rows(columns, dtype)
     for start in range(0, rows, height):
         yield slice(start, min(rows, start + height))
 
@@ -74,10 +78,45 @@ def block_height(row_bytes: int, available: int, *, on_cpu: bool) -> int:
     return max(1, available // (MATRICES_PER_BLOCK * row_bytes), low)
 
 
-def recomputed(function: Callable[..., R], *args: Any) -> R:
-    """Return ``function(*args)``, which the backward pass computes again instead of keeping its matrices."""
-    result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+def by_blocks(
+    function: Callable[..., Tensor], height: int, rows: Sequence[Tensor], others: Sequence[Tensor]
+) -> Float[Tensor, "n ..."]:
+    """Return ``function(*rows, *others)``, computed from so many rows at a time; the backward pass computes them again."""
+    result: Tensor = _ByBlocks.apply(function, height, len(rows), *rows, *others)
     return result
+
+
+class _ByBlocks(Function):
+    # no graph of a block, and no small tensor, outlives the next one: malloc then reuses the memory of its matrices
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], height: int, count: int, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.function, ctx.count = function, count
+        ctx.blocks = [slice(start, start + height) for start in range(0, len(inputs[0]), height)]
+        results: Tensor | None = None
+        for block in ctx.blocks:
+            result = function(*(x[block] for x in inputs[:count]), *inputs[count:])
+            results = inputs[0].new_empty(len(inputs[0]), *result.shape[1:]) if results is None else results
+            results[block] = result
+        assert results is not None
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, learns = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        gradients = [torch.zeros_like(x) if needs else None for x, needs in zip(inputs, learns, strict=True)]
+        for block in ctx.blocks:
+            parts = [x[block] if i < ctx.count else x for i, x in enumerate(inputs)]
+            with inner_graph():
+                parts = [x.detach().requires_grad_(needs) for x, needs in zip(parts, learns, strict=True)]
+                result = ctx.function(*parts)
+            of_block = torch.autograd.grad(result, [x for x in parts if x.requires_grad], g.detach()[block])
+            for i, gradient in zip([i for i, needs in enumerate(learns) if needs], of_block, strict=True):
+                total = gradients[i]
+                assert total is not None
+                (total[block] if i < ctx.count else total).add_(gradient)
+        return None, None, None, *(differentiable_once(x, *inputs) for x in gradients)
 
 
 def tile_of(scratch: Tensor, i: slice, j: slice) -> Tensor:

@@ -217,11 +217,7 @@ class SoftTriple(ClassSoftmax):
 
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.settings
-
-        def pooling(similarity: Tensor) -> Tensor:
-            return ((similarity / settings.gamma).softmax(2) * similarity).sum(2)
-
-        losses = self.pairs(batch).cross_entropies(settings.la, lambda s: s - settings.margin, pooling)
+        losses = self.pairs(batch).cross_entropies(settings.la, lambda s: s - settings.margin, settings.gamma)
         if settings.tau and self.weights.ndim == 3:
             losses = losses + (settings.tau * _center_distances(batch.shared(self.weights))).to(losses.dtype)
         return batch.reduce(losses, reduction=self.reduction)
