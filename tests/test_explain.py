@@ -44,6 +44,7 @@ KINDS: dict[str, Callable[[int, int], Tensor]] = {
     "rows": lambda n, d: embeddings(n, d),
     "labels": lambda n, d: labels(n),
     "binary": lambda n, d: torch.arange(n) % 2,
+    "counts": lambda n, d: torch.ones(n, dtype=torch.int64),
     "several": lambda n, d: embeddings(n, 3, d),
     "negatives": lambda n, d: embeddings(2 * n, d),
     "token mask": lambda n, d: torch.ones(n, 3, dtype=torch.int64),

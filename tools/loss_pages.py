@@ -23,10 +23,11 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "negatives": (WIDTH,),
     "labels": (),
     "binary": (),
+    "counts": (),
     "scores": (),
     "several scores": (3,),
 }
-_INTEGERS = ("labels", "binary")
+_INTEGERS = ("labels", "binary", "counts")
 
 
 def by_class() -> dict[str, list[Entry]]:

@@ -31,7 +31,7 @@ from contrastive_zoo.losses.pair_margins import (
 )
 from contrastive_zoo.losses.ranking import FastAP, RankNContrast, SmoothAP
 from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
-from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV
+from contrastive_zoo.losses.self_distillation import DINO, IBOT, NegativeCosine, SwAV
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.sparse import FLOPS
@@ -47,8 +47,8 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DINO", "FLOPS", "GIST", "HCL", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular", "ArcFace",
-    "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory",
+    "DCL", "DINO", "FLOPS", "GIST", "HCL", "IBOT", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular",
+    "ArcFace", "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory",
     "FastAP", "GeneralizedLiftedStructure", "InfoNCE", "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure",
     "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue",
     "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent", "NegativeCosine",

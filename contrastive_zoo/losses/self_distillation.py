@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
@@ -20,7 +20,7 @@ from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.loss_base.state import Stateful, move_towards
 from contrastive_zoo.ranks.devices import state_problem
-from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.row_checks import ValueRule, described, safe_index
 
 
 class NegativeCosine(Loss, engine="statistics"):
@@ -56,6 +56,10 @@ class NegativeCosine(Loss, engine="statistics"):
         return batch.reduce(-(p * z).sum(1), reduction=self.reduction)
 
 
+# Sinkhorn's iterations converge linearly, and each is a message: the authors have 3
+_ITERATIONS = Bounds("0 <= iterations <= 10000", low=0, high=10_000, whole=True)
+
+
 class DINO(Loss, Stateful, engine="statistics"):
     r"""Compute the self-distillation loss without labels.
 
@@ -65,7 +69,8 @@ class DINO(Loss, Stateful, engine="statistics"):
 
     The centre is the buffer ``centre``, equal on every rank. In training mode each call moves it after use towards the mean
     of the teacher's outputs of all ranks: c ← m c + (1 − m) mean. If a step has several calls, use
-    :func:`contrastive_zoo.one_step`.
+    :func:`contrastive_zoo.one_step`. With ``centering="sinkhorn"``, as in DINOv3, the centre is not used: the teacher's
+    distributions are the balanced assignment of its outputs of all ranks, Sinkhorn's iterations on exp(g / τ_t).
 
     Called as ``loss(student, teacher)``:
 
@@ -76,6 +81,8 @@ class DINO(Loss, Stateful, engine="statistics"):
 
     Args:
         out_dim: k.
+        centering: ``"mean"`` or ``"sinkhorn"``.
+        iterations: number of Sinkhorn iterations, 0 … 10,000.
         centre_momentum: m, 0 … 1.
         temperature: τ_s > 0.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
@@ -87,10 +94,13 @@ class DINO(Loss, Stateful, engine="statistics"):
         >>> DINO(4)(same, same)   # log 4
         tensor(1.3863)
 
-    Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
+    Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294; Siméoni et al. 2025 (DINOv3),
+    https://arxiv.org/abs/2508.10104
     """
 
     out_dim: Size = field(kw_only=False)
+    centering: Literal["mean", "sinkhorn"] = "mean"
+    iterations: Annotated[int, _ITERATIONS] = 3
     centre_momentum: Momentum = 0.9
     temperature: Temperature = 0.1
     teacher_temperature: Positive = 0.04
@@ -106,53 +116,120 @@ class DINO(Loss, Stateful, engine="statistics"):
         student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
         teacher: Float[Tensor, "n g c"] | Float[Tensor, "n c"],  # c is k, in any dtype
     ) -> Inputs:
-        return Inputs({"student": student, "teacher": teacher}, _outputs_problem(student, teacher, self.centre))
+        return Inputs({"student": student, "teacher": teacher}, self._outputs_problem(student, teacher))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
+        if self.centering == "sinkhorn":
+            return [*[Summed(self.out_dim * stated.wide)] * (2 * self.iterations), *super().entries(stated)]
         centre = Summed(self.centre.nbytes + self.centre.dtype.itemsize)
-        return [*super().entries(stated), *([centre] if self.training else [])]
+        return [*([centre] if self.training else []), *super().entries(stated)]
 
     def compute(self, batch: Batch) -> Tensor:
-        student, teacher = batch.rows["student"], batch.rows["teacher"].detach()
-        s, g = (batch.prepared(x if x.ndim == 3 else x[:, None], normalize=False) for x in (student, teacher))
-        predicted = (batch.scale(batch.settings.temperature) * s).log_softmax(2)
-        expected = ((g - self.centre.to(g.dtype)) / batch.settings.teacher_temperature).softmax(2)
-        losses = -matmul(expected, predicted.mT)  # of teacher's view u, student's view v
+        losses = self.cross_entropies(batch)
         views = losses.shape[1:]
         pairs = math.prod(views)
-        if student.ndim == 3:  # a view is not compared with itself
+        if batch.rows["student"].ndim == 3:  # a view is not compared with itself
             losses = losses * (1 - torch.eye(*views, dtype=losses.dtype, device=losses.device))
             pairs -= min(views)
-        loss = batch.reduce(losses.sum((1, 2)) / pairs, reduction=self.reduction)
-        if self.training:
-            rows = teacher.flatten(0, -2).to(self.centre.dtype)
-            total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
-            self.record((batch.settings.centre_momentum, total))
-        return loss
+        return batch.reduce(losses.sum((1, 2)) / pairs, reduction=self.reduction)
+
+    def cross_entropies(self, batch: Batch) -> Float[Tensor, "n g v"]:
+        """Return those of each view of the teacher and of the student; in training, move the centre."""
+        of_both, settings = (batch.rows["student"], batch.rows["teacher"].detach()), batch.settings
+        s, g = (batch.prepared(x if x.ndim == 3 else x[:, None], normalize=False) for x in of_both)
+        predicted = (batch.scale(settings.temperature) * s).log_softmax(2)
+        outputs, t = g.flatten(0, 1), settings.teacher_temperature
+        if self.centering == "sinkhorn":
+            expected = balanced_assignment(batch, outputs, epsilon=t, iterations=settings.iterations)
+        else:
+            expected = ((outputs - self.centre.to(g.dtype)) / t).softmax(1)
+            if self.training:
+                rows = outputs.to(self.centre.dtype)
+                total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
+                self.record((settings.centre_momentum, total))
+        return -matmul(expected.view(g.shape), predicted.mT)
 
     def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
         momenta, totals = zip(*calls, strict=True)
         total = torch.stack(totals).sum(0)
-        move_towards(self.centre, total[:-1] / total[-1], 1 - momenta[-1])
+        mean = (total[:-1] / total[-1]).where(total[-1] > 0, self.centre.to(total))
+        move_towards(self.centre, mean, 1 - momenta[-1])
+
+    def _outputs_problem(self, student: Tensor, teacher: Tensor) -> str | None:
+        if student.ndim != teacher.ndim or student.shape[-1] != teacher.shape[-1]:
+            s, t = described(student), described(teacher)
+            return f"student and teacher are [n, views, k], or [n, k], got student {s}, teacher {t}."
+        if student.ndim == 3 and not (1 <= teacher.shape[1] <= student.shape[1] and student.shape[1] > 1):
+            return (
+                f"the student sees two or more views and the teacher the first of them, got {student.shape[1]} from the "
+                f"student and {teacher.shape[1]} from the teacher."
+            )
+        if self.centre.shape != student.shape[-1:]:
+            got = f"got {described(self.centre)} for {described(student)}"
+            return f"the centre is as wide as outputs, {got}. Construct {type(self).__name__}(out_dim=…)."
+        return state_problem("centre values", self.centre, student)
 
 
-def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:
-    if student.ndim != teacher.ndim or student.shape[-1] != teacher.shape[-1]:
-        s, t = described(student), described(teacher)
-        return f"student and teacher are [n, views, k], or [n, k], got student {s}, teacher {t}."
-    if student.ndim == 3 and not (1 <= teacher.shape[1] <= student.shape[1] and student.shape[1] > 1):
-        return (
-            f"the student sees two or more views and the teacher the first of them, got {student.shape[1]} from the "
-            f"student and {teacher.shape[1]} from the teacher."
-        )
-    if centre.shape != student.shape[-1:]:
-        got = f"got {described(centre)} for {described(student)}"
-        return f"the centre is as wide as outputs, {got}. Construct DINO(out_dim=…)."
-    return state_problem("centre values", centre, student)
+class IBOT(DINO):
+    r"""Compute the self-distillation loss of masked patches; each image has the mean over its own.
 
+    With s the student's outputs of the masked patches, g the teacher's of the same patches, M(i) those of image i and c the
+    centre,
 
-# Sinkhorn's iterations converge linearly, and each is a message: the authors have 3
-_ITERATIONS = Bounds("0 <= iterations <= 10000", low=0, high=10_000, whole=True)
+        loss_i = − mean_{a∈M(i)} Σ_k softmax_k((g_a − c) / τ_t) log softmax_k(s_a / τ_s)
+
+    An image without masked patches has the loss 0, and counts in the mean over images. The centre, or with
+    ``centering="sinkhorn"`` the balanced assignment, is that of :class:`DINO`, of the masked patches of all ranks. Equal on
+    one process to lightly's IBOTPatchLoss, and to ``forward_masked`` of DINOv2 and DINOv3.
+
+    Called as ``loss(student, teacher, counts)``:
+
+    - student, teacher: [m, k], image after image, as ``outputs[mask]``; the teacher's have no gradient.
+    - counts: [n] integers, how many each image has: ``mask.flatten(1).sum(1)``. They add up to m.
+
+    m and n may differ between ranks.
+
+    Args:
+        out_dim: k.
+        centering: ``"mean"`` or ``"sinkhorn"``.
+        iterations: number of Sinkhorn iterations, 0 … 10,000.
+        centre_momentum: m, 0 … 1.
+        temperature: τ_s > 0.
+        teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
+        reduction: ``"mean"`` over all ranks' images, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
+
+    Examples:
+        >>> patches = torch.zeros(3, 4)
+        >>> IBOT(4)(patches, patches, torch.tensor([1, 0, 2]))   # (log 4 + 0 + log 4) / 3
+        tensor(0.9242)
+
+    Source: Zhou et al. 2022, eq. 2, https://arxiv.org/abs/2111.07832; Oquab et al. 2023 (DINOv2),
+    https://arxiv.org/abs/2304.07193
+    """
+
+    def inputs(  # type: ignore[override]  # of patches
+        self, student: Float[Tensor, "m k"], teacher: Float[Tensor, "m c"], counts: Int[Tensor, " n"]
+    ) -> Inputs:
+        patches, images = len(student), len(counts)
+
+        def counts_problem(numbers: Sequence[float]) -> str | None:
+            total, least = numbers
+            if total == patches and least >= 0:
+                return None
+            words = f"counts are the numbers of masked patches of images, and add up to {patches} as patches came"
+            return f"{words}, got a sum of {total:.0f}, least {least:.0f}."
+
+        problem = self._outputs_problem(student, teacher) or (counts_problem((0, 0)) if images == 0 else None)
+        rule = ValueRule(counts, lambda x: torch.stack([x.long().sum(), x.long().amin()]), counts_problem)
+        return Inputs({"counts": counts, "student": student, "teacher": teacher}, problem, values=[rule])
+
+    def compute(self, batch: Batch) -> Tensor:
+        losses, counts = self.cross_entropies(batch).flatten(), batch.rows["counts"].long()
+        patch = torch.arange(len(losses), device=losses.device)
+        image = safe_index(torch.searchsorted(counts.cumsum(0), patch, right=True), len(counts))
+        of_images = losses.new_zeros(len(counts)).index_add(0, image, losses / counts[image].clamp(min=1))
+        return batch.reduce(of_images, reduction=self.reduction)
 
 
 class SwAV(ViewLoss, engine="statistics"):

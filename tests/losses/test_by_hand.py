@@ -1,6 +1,7 @@
 """Numbers by hand, state, and memory: what the tables of losses do not show."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,15 @@ def test_dino_moves_its_centre_while_training() -> None:
     other = cz.DINO(2)
     other.load_state_dict(loss.state_dict())
     close(other.centre, loss.centre)
+
+
+@pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
+def test_a_batch_without_masked_patches_has_no_loss_and_moves_no_centre(centering: Any) -> None:
+    loss, none = cz.IBOT(2, centering=centering), torch.zeros(0, 2, requires_grad=True)
+    loss.centre += 3.0
+    loss(none, none, torch.zeros(4, dtype=torch.int64)).backward()
+    assert none.grad is not None
+    close(loss.centre, torch.tensor([3.0, 3.0]))
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])

@@ -10,20 +10,35 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.ranks.adjoints import Gradient
+from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
-from contrastive_zoo.testing.invariants import CONTRACT, Broken
+from contrastive_zoo.testing.invariants import CONTRACT, Broken, same_state
 from contrastive_zoo.testing.measurement import Trial
 from tests.helpers import Pools
 from tests.losses.whole_zoo import WHOLE_ZOO
+from tests.losses.zoo_statistics import WIDTH
 
 
 def from_zero(batch: Batch) -> Tensor:
     return torch.arange(batch.samples.size)
 
 
+def of_itself(batch: Batch, x: Tensor, **_: Any) -> Tensor:
+    return x
+
+
+def sum_but_of_centre(batch: Batch, x: Tensor, *, gradient: Gradient) -> Tensor:
+    return x if x.shape == (WIDTH + 1,) else sum_over_ranks(x, gradient=gradient, world=batch.world)
+
+
 MUTANTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "groups of the own rank": ("KoLeo, groups", Batch, "indices", from_zero),
+    "clusters balanced on the own rank": ("DINO, Sinkhorn", Batch, "log_sum_exp", of_itself),
+    "patches balanced on the own rank": ("IBOT, Sinkhorn", Batch, "log_sum_exp", of_itself),
+    "a centre of the own rank's views": ("DINO", Batch, "sum", sum_but_of_centre),
+    "a centre of the own rank's patches": ("IBOT", Batch, "sum", sum_but_of_centre),
 }
 """The row of the zoo, and what takes whose place."""
 
@@ -37,5 +52,5 @@ def test_a_local_statistic_is_caught(mutant: str, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(*planted)
         trial = Trial(case, GlobalBatch(shards, d=3, seed=1), pools.threads)
         with splitting(always=True), pytest.raises(Broken) if is_planted else nullcontext():
-            for invariant in CONTRACT:
+            for invariant in (*CONTRACT, same_state):
                 invariant(trial)

@@ -314,6 +314,15 @@ def dino(labels: Tensor) -> tuple[Loss, Loss]:
     return lambda *x: ours(torch.stack(x, 1), torch.stack(teacher, 1)), lambda *x: theirs(teacher, list(x))
 
 
+def ibot(labels: Tensor) -> tuple[Loss, Loss]:
+    """Compare one step of images with masks of 0, 1, 2 and 4 patches, whose inverses it rounds to 32 bits."""
+    t, (teacher, _) = 2**-5, other_views(labels)
+    mask = torch.arange(4) < torch.tensor([0, 4, 1, 2, 0, 4])[:, None]
+    theirs = peer("lightly.loss.ibot_loss.IBOTPatchLoss")(output_dim=4, teacher_temp=t).double()
+    ours = cz.IBOT(4, teacher_temperature=t).double()
+    return lambda x: ours(x, teacher, mask.sum(1)), lambda x: theirs(teacher, x, mask[:, None])
+
+
 def distilled(labels: Tensor) -> tuple[Loss, Loss]:
     ours, teacher = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1), other_views(labels)
     theirs = peer("open_clip.loss.DistillClipLoss")()
@@ -373,6 +382,7 @@ OF_IMAGES: dict[str, Peer] = {
     "LeJEPA": Peer(lejepa, 3),
     "SwAV": Peer(swav, 3),
     "DINO": Peer(dino, 3),
+    "IBOT": Peer(ibot),
     "Clip": open_clip("ClipLoss", cz.Clip(temperature=0.2), 5.0),
     "SigLIP": open_clip("SigLipLoss", cz.SigLIP(temperature=0.2, logit_bias=-3.0), 5.0, -3.0),
     "ClipDistillation": Peer(distilled, 2),

@@ -53,7 +53,8 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
         "AlignUniform.t ArcFace.scale BarlowTwins.eps Circle.gamma ClipDistillation.teacher_temperature CosFace.scale "
         "DINO.teacher_temperature KoLeo.eps LargeMarginSoftmax.scale LeJEPA.limit MultiSimilarity.alpha "
         "MultiSimilarity.beta ProxyAnchor.alpha SIGReg.limit SoftTriple.gamma "
-        "ScoreDistillation.teacher_temperature SoftTriple.la SwAV.epsilon VICReg.eps",
+        "ScoreDistillation.teacher_temperature SoftTriple.la SwAV.epsilon VICReg.eps "
+        "IBOT.teacher_temperature",
         (0.0, -1.0, *ANY),
     ),
     (
@@ -62,7 +63,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
         (-1.0, *ANY),
     ),
     (
-        "ClipDistillation.weight DINO.centre_momentum LeJEPA.lambda_ RankedList.imbalance TiCo.beta",
+        "ClipDistillation.weight DINO.centre_momentum IBOT.centre_momentum LeJEPA.lambda_ RankedList.imbalance TiCo.beta",
         (-0.1, 1.1, *ANY),
     ),
     ("LargeMarginSoftmax.margin LeJEPA.global_views LeJEPA.num_slices SIGReg.num_slices", (0, 1.5, *ANY)),
@@ -77,7 +78,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     ("MultiSimilarity.epsilon", (math.inf, -math.inf, "1")),
     ("Angular.alpha", (0.0, 90.0, *ANY)),
     ("ArcFace.margin", (-0.1, 3.2, *ANY)),
-    ("SwAV.iterations", (-1, 1.5, *ANY)),
+    ("SwAV.iterations DINO.iterations IBOT.iterations", (-1, 1.5, *ANY)),
     ("KoLeo.group_size", (1, 2.5, math.inf, "1", 10**400)),
     ("TupletMargin.margin", (-1.0, 181.0, *ANY)),
 ]
@@ -88,6 +89,7 @@ KINDS_OF_ROWS: dict[str, Callable[[int], Tensor]] = {
     "rows": z,
     "labels": lambda seed: LABELS,
     "binary": lambda seed: LABELS % 2,
+    "counts": lambda seed: torch.tensor([3, 0, 2, 1, 0, 0, 0, 2]),
     "several": lambda seed: z(seed, k=3),
     "scores": lambda seed: z(seed)[:, 0],
     "several scores": lambda seed: z(seed)[:, :3],
@@ -158,7 +160,7 @@ def test_what_makes_no_sense_is_refused_when_built_and_at_the_call(name: str) ->
         at_call = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]  # a default
         assert at_call.startswith(of_name), at_call
         assert setting not in words or at_call.partition(":")[2] == said.partition(":")[2]
-        assert loss.settings_problem() is not None or is_module or name == "DINO"
+        assert loss.settings_problem() is not None or is_module or name in ("DINO", "IBOT")
 
 
 SIZES_OF = (

@@ -41,6 +41,14 @@ def student_and_teacher(*views: Tensor) -> tuple[Tensor, Tensor]:
     return student, student[:, :2]
 
 
+def masked_patches(*views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three patches of each image, of which a mask takes some; the teacher has learnt another order of features."""
+    first, second = widened(*views)
+    mask = first[:, :3] > 0
+    patches = torch.stack([first, second, first.flip(1)], 1)[mask]
+    return patches, patches.roll(1, 1), mask.sum(1)
+
+
 def predicted(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
     """Projections, and what a predictor makes of them, which turns features around."""
     z1, z2 = widened(first, second)
@@ -98,27 +106,45 @@ def dense_align_uniform(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).norm(dim=1).pow(2).mean() + sum(uniform, torch.zeros(())) / 2
 
 
+@torch.no_grad()
+def sinkhorn(scores: Tensor, epsilon: float) -> Tensor:
+    q = torch.exp((scores - scores.amax()) / epsilon).T if len(scores) else scores.T
+    k, n = q.shape
+    q = q / q.sum()
+    for _ in range(3):
+        q = q * (torch.full((k,), 1 / k) / q.sum(1))[:, None]
+        q = q * (torch.full((n,), 1 / max(1, n)) / q.sum(0))[None]
+    return (q / q.sum(0, keepdim=True)).T
+
+
 def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor:
     c = F.normalize(fixed_prototypes(), dim=1)
     scores = [F.normalize(z, dim=1) @ c.T for z in views]
     losses = []
     for u in range(codes):
-        with torch.no_grad():
-            q = torch.exp((scores[u] - scores[u].max()) / 0.05).T
-            q /= q.sum()
-            k, n = q.shape
-            for _ in range(3):
-                q *= (torch.full((k,), 1 / k) / q.sum(1))[:, None]
-                q *= (torch.full((n,), 1 / n) / q.sum(0))[None]
-            q = (q / q.sum(0, keepdim=True)).T
+        q = sinkhorn(scores[u], 0.05)
         losses += [-(q * F.log_softmax(s / temperature, 1)).sum(1).mean() for v, s in enumerate(scores) if v != u]
     return torch.stack(losses).mean()
 
 
-def dense_dino(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Tensor:
-    t, s = ((teacher.detach() - ramp()) / 0.4).softmax(2), (student / temperature).log_softmax(2)
+def of_teacher(teacher: Tensor, centering: str) -> Tensor:
+    if centering == "mean":
+        return ((teacher.detach() - ramp()) / 0.4).softmax(-1)
+    return sinkhorn(teacher.flatten(0, -2), 0.4).view(teacher.shape)
+
+
+def dense_dino(student: Tensor, teacher: Tensor, temperature: Any = 0.1, centering: str = "mean") -> Tensor:
+    t, s = of_teacher(teacher, centering), (student / temperature).log_softmax(2)
     pairs = [(u, v) for u in range(t.shape[1]) for v in range(s.shape[1]) if v != u]
     return torch.stack([-(t[:, u] * s[:, v]).sum(1).mean() for u, v in pairs]).mean()
+
+
+def dense_ibot(
+    student: Tensor, teacher: Tensor, counts: Tensor, temperature: Any = 0.1, centering: str = "mean"
+) -> Tensor:
+    losses = -(of_teacher(teacher, centering) * (student / temperature).log_softmax(1)).sum(1)
+    means = [x.mean() for x in losses.split(counts.tolist()) if len(x)]
+    return torch.stack([0 * student.sum(), *means]).sum() / len(counts)
 
 
 def dense_nnclr(z1: Tensor, z2: Tensor, p1: Tensor, p2: Tensor, temperature: Any = 0.1) -> Tensor:
@@ -196,11 +222,12 @@ def swav(name: str, **how: int) -> Entry:
     return row(name, dense_swav, "views", widened, prepare=prepare, **how, **CLUSTERS)
 
 
-def dino(name: str, **how: int) -> Entry:
+def dino(name: str, **how: Any) -> Entry:
     def prepare(loss: cz.DINO) -> None:
         loss.centre.copy_(ramp())
 
-    return row(name, dense_dino, "views", student_and_teacher, prepare=prepare, **how, **OUTPUTS)
+    dense, arguments = (dense_ibot, masked_patches) if name.startswith("IBOT") else (dense_dino, student_and_teacher)
+    return row(name, dense, "views", arguments, prepare=prepare, **how, **OUTPUTS)
 
 
 ENTRIES = [
@@ -226,4 +253,7 @@ ENTRIES = [
     swav("SwAV, three views", views=3),
     dino("DINO"),
     dino("DINO, three views", views=3),
+    dino("DINO, Sinkhorn", views=3, centering="sinkhorn"),
+    dino("IBOT"),
+    dino("IBOT, Sinkhorn", centering="sinkhorn"),
 ]  # fmt: skip
