@@ -20,7 +20,7 @@ TRUTH_TABLE = (
     ("autograd.Function whose backward keeps only this rank's slice (SimCLR re-implementations)", "own slice"),
     ("gather, then overwrite this rank's slice with the live tensor", "overwritten slice"),
     ("gather, overwrite the slice, multiply the loss by W", "own slice × W"),
-    ("pytorch-metric-learning 2.9's `DistributedLossWrapper`", "pml wrapper, proxies"),
+    ("pytorch-metric-learning 2.9.0's `DistributedLossWrapper`", "pml wrapper, proxies"),
     ("that wrapper with `efficient=True`", "pml wrapper, efficient"),
     ("local anchors against detached gathered candidates (OpenCLIP `local_loss`)", "detached candidates"),
     ("local anchors, gather with a reduce-scatter backward (lightly, OpenCLIP `gather_with_grad`)", "local loss"),

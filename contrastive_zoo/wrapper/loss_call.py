@@ -130,7 +130,10 @@ def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, inspect.Signat
         )
     # imported here: pytorch-metric-learning is an optional dependency
     with needed("prefer_native=True", "contrastive_zoo[pml]"):
-        from contrastive_zoo.wrapper.pml.translation import to_native
+        import pytorch_metric_learning
+    if not pytorch_metric_learning.__version__.startswith("2."):  # names and formulas of later ones may differ
+        return loss, miner, None
+    from contrastive_zoo.wrapper.pml.translation import to_native
 
     try:
         return to_native(loss, miner), None, signature(loss)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import pytorch_metric_learning
 import torch
 from pytorch_metric_learning import distances as D
 from pytorch_metric_learning import losses as L
@@ -337,4 +338,11 @@ def test_two_views_may_be_positional() -> None:
 
 def test_distributed_loss_keeps_a_loss_without_translation() -> None:
     loss = L.AngularLoss()
+    assert cz.DistributedLoss(loss, prefer_native=True).loss is loss
+
+
+def test_losses_of_another_major_version_are_not_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = L.NTXentLoss()
+    assert cz.DistributedLoss(loss, prefer_native=True).loss is not loss
+    monkeypatch.setattr(pytorch_metric_learning, "__version__", "3.0.0")
     assert cz.DistributedLoss(loss, prefer_native=True).loss is loss

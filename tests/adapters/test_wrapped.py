@@ -24,6 +24,10 @@ def triplets() -> Any:
     return losses.TripletMarginLoss(0.5)
 
 
+# it moved
+OF_VERSION_3 = type("DistributedLossWrapper", (nn.Module,), {"__module__": "pytorch_metric_learning.distributed"})
+
+
 def distributed() -> Any:
     return wrap(losses.ContrastiveLoss())
 
@@ -43,6 +47,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "ours in a queue": (lambda: wrap(_queue(distributed())), r"loss\.loss is a DistributedLoss"),
     "theirs": (lambda: wrap(DistributedLossWrapper(triplets())), "loss is a DistributedLossWrapper"),
+    "theirs, of version 3": (lambda: wrap(OF_VERSION_3()), "loss is a DistributedLossWrapper"),
     "their miner": (
         lambda: wrap(triplets(), miner=DistributedMinerWrapper(miners.BatchHardMiner())),
         "miner is a DistributedMinerWrapper.*the bare miner",

@@ -34,7 +34,8 @@ from contrastive_zoo.testing.messages import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 THIRD_PARTY_LOSSES = (  # modules whose classes are losses
-    *("pytorch_metric_learning.losses", "pytorch_metric_learning.utils.distributed", "sentence_transformers.losses"),
+    *("pytorch_metric_learning.losses", "pytorch_metric_learning.utils.distributed"),
+    *("pytorch_metric_learning.distributed", "sentence_transformers.losses"),
     *("sentence_transformers.sentence_transformer.losses", "sentence_transformers.sparse_encoder.losses"),
     "contrastive_zoo.adapters.sentence_transformers",
 )
