@@ -26,20 +26,32 @@ Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class _Linear(Function):
-    """A linear map of all ranks' tensors; its backward pass is the adjoint map, which can be differentiated again."""
+    """A linear map of all ranks' tensors; its backward pass is the adjoint map, which can be differentiated again.
+
+    ``types`` are those of x and of the result over the ranks: R, I, V or P of spmd_types.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Map, adjoint: Map, world: World) -> Tensor:
+    def forward(ctx: Any, x: Tensor, types: str, run: Map, adjoint: Map, world: World) -> Tensor:
         ctx.adjoint, ctx.world = adjoint, world
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.adjoint(dy), None, None, None
+        return ctx.adjoint(dy), None, None, None, None
+
+    @staticmethod
+    def spmd_typecheck(y: Tensor, *, x: Tensor, types: str, world: World) -> None:
+        """Declare the types to the checker of spmd_types, which calls this and is thus installed."""
+        import spmd_types
+
+        before, after = ({world.process_group: getattr(spmd_types, name)} for name in types.split(" → "))
+        spmd_types.assert_type(x, before)
+        spmd_types.assert_local_type_like(y, x, after)
 
 
-def _linear(x: Tensor, run: Map, adjoint: Map, world: World) -> Tensor:
-    return x if world.size == 1 else _Linear.apply(x, run, adjoint, world)
+def _linear(x: Tensor, types: str, run: Map, adjoint: Map, world: World) -> Tensor:
+    return x if world.size == 1 else _Linear.apply(x, types, run, adjoint, world)
 
 
 def all_reduced(x: Tensor, op: SumOrMean, gradient: Gradient, world: World) -> Tensor:
@@ -49,7 +61,8 @@ def all_reduced(x: Tensor, op: SumOrMean, gradient: Gradient, world: World) -> T
         dy = all_reduced(dy, "sum", "partial", world) if gradient == "partial" else replicated(dy, world)
         return dy if op == "sum" else dy / world.size
 
-    return _linear(x, lambda x: reduced_everywhere(x, op, world), adjoint, world)
+    types = "P → R" if gradient == "partial" else "P → I"
+    return _linear(x, types, lambda x: reduced_everywhere(x, op, world), adjoint, world)
 
 
 def _summed_at(x: Tensor, dst: int, world: World) -> Tensor:
@@ -59,7 +72,7 @@ def _summed_at(x: Tensor, dst: int, world: World) -> Tensor:
         y = reduced_everywhere(x.detach(), "sum", world)
         return y if world.rank == dst else torch.zeros_like(y)
 
-    return _linear(x, run, lambda dy: broadcasted(dy, dst, world), world)
+    return _linear(x, "P → V", run, lambda dy: broadcasted(dy, dst, world), world)
 
 
 def broadcasted(x: Tensor, src: int, world: World) -> Tensor:
@@ -71,18 +84,24 @@ def broadcasted(x: Tensor, src: int, world: World) -> Tensor:
         broadcast_in_place(y, src, world)
         return from_bytes(y, one).reshape(x.shape)
 
-    return _linear(x, run, lambda dy: _summed_at(dy, src, world), world)
+    return _linear(x, "V → R", run, lambda dy: _summed_at(dy, src, world), world)
 
 
 def all_gathered(rows: Tensor, shards: Shards, gradient: Gradient, world: World) -> Tensor:
     """Y_r = [x_0; …; x_{W−1}] on every rank r;  dx_s = Σ_r (slice s of dY_r), or this rank's slice of a complete dY."""
-    adjoint = _own_slice if gradient == "complete" else reduce_scattered
-    return _linear(rows, lambda x: gather_rows(x.detach(), shards, world), lambda dy: adjoint(dy, shards, world), world)
+    types, adjoint = ("V → I", _own_slice) if gradient == "complete" else ("V → R", reduce_scattered)
+
+    def run(x: Tensor) -> Tensor:
+        return gather_rows(x.detach(), shards, world)
+
+    return _linear(rows, types, run, lambda dy: adjoint(dy, shards, world), world)
 
 
 def _own_slice(rows: Tensor, shards: Shards, world: World) -> Tensor:
     """y_r = slice r of X, which every rank holds;  dX = [dy_0; …; dy_{W−1}] on every rank."""
-    return _linear(rows, lambda x: x[shards.local], lambda dy: all_gathered(dy, shards, "complete", world), world)
+    return _linear(
+        rows, "I → V", lambda x: x[shards.local], lambda dy: all_gathered(dy, shards, "complete", world), world
+    )
 
 
 def reduce_scattered(rows: Tensor, shards: Shards, world: World, over: int = 1) -> Tensor:
@@ -92,12 +111,12 @@ def reduce_scattered(rows: Tensor, shards: Shards, world: World, over: int = 1) 
         dx = all_gathered(dy, shards, "partial", world)
         return dx if over == 1 else dx / over
 
-    return _linear(rows, lambda x: reduce_scatter_rows(x.detach(), shards, world, over=over), adjoint, world)
+    return _linear(rows, "P → V", lambda x: reduce_scatter_rows(x.detach(), shards, world, over=over), adjoint, world)
 
 
 def replicated(x: Tensor, world: World) -> Tensor:
     """y_r = x, the same on every rank;  dx = Σ_r dy_r on every rank."""
-    return _linear(x, lambda x: x.view_as(x), lambda dy: all_reduced(dy, "sum", "complete", world), world)
+    return _linear(x, "I → R", lambda x: x.view_as(x), lambda dy: all_reduced(dy, "sum", "complete", world), world)
 
 
 class _Gathered(Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.ranks import adjoints
 from contrastive_zoo.ranks.adjoints import Gradient
+from contrastive_zoo.ranks.compat import unseen
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
@@ -36,9 +37,10 @@ def _agree(
     # 8-bit floats, with which no loss computes, can be sent
     is_short_float = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize == 1 and not x.is_meta
     problem = problem if is_short_float else tensor_problem("x", x) or problem
-    rows = {} if problem is not None else {"x": x if by_row else x[None]}
     unchecked = Session.of(world, check_finite=False)
-    return agree_on_shards(name, rows, world=unchecked, problem=problem, settings=settings)[0]
+    with unseen():
+        rows = {} if problem is not None else {"x": x if by_row else x[None]}
+        return agree_on_shards(name, rows, world=unchecked, problem=problem, settings=settings)[0]
 
 
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:

@@ -43,6 +43,9 @@ softplus: Any = torch._C._nn.softplus
 next_node: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # torch's stub lacks it
 """The number that the next node of this thread's graphs gets."""
 
+unseen: Any = torch._C.DisableTorchFunction
+"""Context manager: modes of torch functions, such as spmd_types' checker, do not see what is called."""
+
 _c10d: Any = dist.distributed_c10d
 
 
