@@ -15,6 +15,7 @@ from contrastive_zoo.losses.class_softmax import (
 from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
 from contrastive_zoo.losses.distillation import ClipDistillation, MarginMSE, ScoreDistillation
+from contrastive_zoo.losses.image_text import CyclicConsistency, InfoLOOB
 from contrastive_zoo.losses.info_nce import Clip, InfoNCE
 from contrastive_zoo.losses.max_sim import MaxSim, MaxSimPairwise
 from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
@@ -35,6 +36,7 @@ from contrastive_zoo.losses.self_distillation import DINO, IBOT, NegativeCosine,
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.sparse import FLOPS
+from contrastive_zoo.losses.speakers import GE2E, AngularPrototypical
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.losses.triplet import Angular, MegaBatchMargin, Triplet
 from contrastive_zoo.losses.uniformity import (
@@ -47,14 +49,14 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DINO", "FLOPS", "GIST", "HCL", "IBOT", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular",
-    "ArcFace", "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory",
-    "FastAP", "GeneralizedLiftedStructure", "InfoNCE", "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure",
-    "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue",
-    "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent", "NegativeCosine",
-    "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor", "ProxyNCA", "RankNContrast",
-    "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple", "SupCon", "SwAV",
-    "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "WeightedSum",
+    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "HCL", "IBOT", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular",
+    "AngularPrototypical", "ArcFace", "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive",
+    "CosFace", "CrossBatchMemory", "CyclicConsistency", "FastAP", "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE",
+    "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure", "Margin", "MarginMSE", "Matryoshka", "MaxSim",
+    "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs",
+    "NTXent", "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor",
+    "ProxyNCA", "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP",
+    "SoftTriple", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "WeightedSum",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker would take any name

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Candidates
@@ -177,22 +177,39 @@ class NPairs(LabelledLoss, engine="rows"):
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.prepared(batch.rows["embeddings"], normalize=self.normalize), batch.rows["labels"].long()
-        shards, all_ids = batch.samples, batch.gather_detached(ids)
+        all_ids = batch.gather_detached(ids)
         order = all_ids.argsort(stable=True)
         position = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=z.device))
         start = torch.searchsorted(all_ids[order], all_ids)
         index_in_class = position - start
         has_pair = torch.searchsorted(all_ids[order], all_ids, right=True) - start > 1
         first, second = (index_in_class == 0) & has_pair, index_in_class == 1
-        x, y = (selected[shards.local].nonzero().flatten() for selected in (first, second))
-        losses = reduce_rows(
-            batch, BlockLoss(_pair_losses, temperature=batch.settings.temperature), z[x], ids[x], candidates=z[y],
-            candidate_ids=ids[y], shards=shards.selected(first), candidate_shards=shards.selected(second), reduction="none",
-        )  # fmt: skip
-        losses = z.new_zeros(len(z)).index_add(0, x, losses)
-        if self.reduction != "mean":
-            return batch.reduce(losses, reduction=self.reduction)
-        return batch.reduce(losses, reduction="sum") / first.sum().clamp(min=1)
+        return between_classes(
+            batch, z, z, (first, second), temperature=batch.settings.temperature, reduction=self.reduction
+        )
+
+
+def between_classes(
+    batch: Batch,
+    anchors: Float[Tensor, "n d"],
+    candidates: Float[Tensor, "n d"],
+    selected: tuple[Bool[Tensor, " N"], Bool[Tensor, " N"]],
+    *,
+    temperature: float | Tensor,
+    reduction: Reduction,
+) -> Float[Tensor, "..."]:
+    """Reduce the cross-entropies of selected anchors over selected candidates, of all ranks one of each class."""
+    shards, ids = batch.samples, batch.rows["labels"].long()
+    x, y = (chosen[shards.local].nonzero().flatten() for chosen in selected)
+    of_anchors, of_candidates = (shards.selected(chosen) for chosen in selected)
+    losses = reduce_rows(
+        batch, BlockLoss(_pair_losses, temperature=temperature), anchors[x], ids[x], candidates=candidates[y],
+        candidate_ids=ids[y], shards=of_anchors, candidate_shards=of_candidates, reduction="none",
+    )  # fmt: skip
+    losses = anchors.new_zeros(len(anchors)).index_add(0, x, losses)
+    if reduction != "mean":
+        return batch.reduce(losses, reduction=reduction)
+    return batch.reduce(losses, reduction="sum") / selected[0].sum().clamp(min=1)
 
 
 def _pair_losses(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -276,6 +276,32 @@ def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
     return F.cross_entropy(torch.stack(x) @ torch.stack(y).T / temperature, torch.arange(len(x)))
 
 
+def dense_info_loob(x: Tensor, y: Tensor, temperature: Any) -> Tensor:
+    s = unit(x) @ unit(y).T / temperature
+    others = s.masked_fill(itself(s), -torch.inf)
+    return ((others.logsumexp(1) + others.logsumexp(0)) / 2 - s.diagonal()).mean() if len(s) > 1 else 0 * s.sum()
+
+
+def dense_ge2e(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    """Embedding by embedding, with a list of centroids."""
+    z, losses = unit(z), []
+    for i in [i for i, c in enumerate(labels) if (labels == c).sum() > 1]:
+        others = [z[labels == c].mean(0) for c in labels.unique() if c != labels[i]]
+        mates = (labels == labels[i]) & (torch.arange(len(z)) != i)
+        logits = unit(torch.stack([z[mates].mean(0), *others])) @ z[i] / temperature
+        losses.append(logits.logsumexp(0) - logits[0])
+    return sum(losses, 0 * z.sum()) / max(1, len(losses))
+
+
+def dense_angular_prototypical(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    classes = [unit(z[labels == c]) for c in labels.unique() if (labels == c).sum() > 1]
+    if not classes:
+        return 0 * z.sum()
+    prototypes = unit(torch.stack([x[:-1].mean(0) for x in classes]))
+    queries = torch.stack([x[-1] for x in classes])
+    return F.cross_entropy(queries @ prototypes.T / temperature, torch.arange(len(classes)))
+
+
 def learnt(cls: Any) -> Any:
     """The class, whose own temperature is learnable and starts at the given one to the last bit of 64."""
 
@@ -355,6 +381,7 @@ OTHERS, OWN = ({**HARD, "hardness_mode": mode} for mode in ("in_batch_negatives"
 ENTRIES: list[Entry] = [
     row("Clip", dense_clip, kind=learnt(cz.Clip)),
     row("Clip, smoothed", dense_clip, kind=learnt(cz.Clip), label_smoothing=0.1),
+    row("InfoLOOB", dense_info_loob),
     row("InfoNCE, smoothed", dense_smoothed, "views", None, 3, symmetric=False, **SMOOTHED),
     row("InfoNCE, smoothed both ways", dense_smoothed, "views", None, 3, symmetric=True, **SMOOTHED),
     row(
@@ -390,7 +417,11 @@ ENTRIES: list[Entry] = [
     row("SINCERE, pairs", dense_sincere, "labels", average="pairs"),
     row("NCA", dense_nca, "labels"),
     row("TupletMargin", dense_tuplet_margin, "labels"),
+    row("GE2E", dense_ge2e, "labels"),
 ]
 
-ORDERED: list[Entry] = [row("NPairs", dense_n_pairs, "labels")]
+ORDERED: list[Entry] = [
+    row("NPairs", dense_n_pairs, "labels"),
+    row("AngularPrototypical", dense_angular_prototypical, "labels"),
+]
 """Losses that care which of a class's embeddings come first."""

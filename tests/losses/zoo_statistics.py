@@ -204,6 +204,12 @@ def own_negatives(q: Tensor, d: Tensor, *negatives: Tensor) -> tuple[Tensor, ...
     return q, d, torch.stack(negatives, 1)
 
 
+def dense_cyclic_consistency(x: Tensor, y: Tensor, cross_modal: float = 0.25, in_modal: float = 0.25) -> Tensor:
+    x, y = F.normalize(x, dim=1), F.normalize(y, dim=1)
+    s, within = x @ y.T, x @ x.T - y @ y.T
+    return (cross_modal * (s - s.T).square().sum() + in_modal * within.square().sum()) / len(x)
+
+
 def dense_flops(*views: Tensor, query_weight: float = 1.0, document_weight: float = 1.0) -> Tensor:
     queries, *documents = (z.flatten(0, -2) for z in views)
     q, d = (z.abs().mean(0).square().sum() for z in (queries, torch.cat(documents)))
@@ -231,6 +237,8 @@ def dino(name: str, **how: Any) -> Entry:
 
 
 ENTRIES = [
+    row("CyclicConsistency", dense_cyclic_consistency),
+    row("CyclicConsistency, one of two", dense_cyclic_consistency, cross_modal=1.0, in_modal=0.0),
     row("VICReg", dense_vicreg),
     row("BarlowTwins", dense_barlow_twins),
     row("AlignUniform", dense_align_uniform),
