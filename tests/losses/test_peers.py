@@ -106,13 +106,6 @@ def test_multiple_negatives_ranking(direction: Any, hardness: Any, mined: int) -
         assert_same(ours, theirs, *columns)
 
 
-def matryoshka(_: Tensor) -> tuple[Loss, Loss]:
-    model = EvaluationInputs()
-    inner = st.MultipleNegativesRankingLoss(model, scale=5.0)
-    theirs = st.MatryoshkaLoss(model, inner, matryoshka_dims=[4, 2, 1], matryoshka_weights=[0.5, 1.0, 2.0])
-    return cz.Matryoshka(cz.MNRL(temperature=0.2), (4, 2, 1), weights=[0.5, 1.0, 2.0]), called(theirs)
-
-
 @pytest.mark.parametrize(
     ("strategy", "margin", "anchors", "positives"),
     drawn(["absolute", "relative"], [0.0, 0.2], [True, False], [True, False], one_in=2),
@@ -200,7 +193,6 @@ def splade(_: Tensor) -> tuple[Loss, Loss]:
 
 
 OF_TEXTS: dict[str, Peer] = {
-    "Matryoshka": Peer(matryoshka, 2),
     "hard triplets, cosine": batch_triplets(
         cz.Triplet(margin=0.2, mining="hard", average="all", metric="similarity"),
         st.BatchHardTripletLoss(TEXT_MODEL, margin=0.2, distance_metric=COSINE),
@@ -281,14 +273,6 @@ def lightly(path: str, ours: Loss, views: int = 2, **settings: Any) -> Peer:
 
 def open_clip(name: str, ours: Loss, *settings: float) -> Peer:
     return Peer(lambda _: (ours, lambda *views: peer(f"open_clip.loss.{name}")()(*unit(*views), *settings)), 2)
-
-
-def in_both_directions(_: Tensor) -> tuple[Loss, Loss]:
-    ours, theirs = cz.NegativeCosine(), peer("lightly.loss.negative_cosine_similarity.NegativeCosineSimilarity")()
-    return (
-        lambda a, b: ours(a, b) + ours(b, a),
-        lambda a, b: theirs(a, b.detach()) + theirs(b, a.detach()),
-    )
 
 
 def swav(_: Tensor) -> tuple[Loss, Loss]:
@@ -375,7 +359,6 @@ OF_IMAGES: dict[str, Peer] = {
     "DCLW": lightly("dcl_loss.DCLWLoss", cz.DCL(temperature=0.1, sigma=0.5)),
     "BarlowTwins": lightly("barlow_twins_loss.BarlowTwinsLoss", cz.BarlowTwins(lambda_=5e-3)),
     "AlignUniform": lightly("hypersphere_loss.HypersphereLoss", cz.AlignUniform(t=1.0)),
-    "NegativeCosine": Peer(in_both_directions, 2),
     "TiCo": Peer(tico, 2),
     "KoLeo": Peer(koleo, tolerance=1e-7),
     "SIGReg": Peer(sigreg),
@@ -406,7 +389,6 @@ def test_it_is_the_loss_of_another_library(name: str) -> None:
 
 
 SLIPS: dict[str, Loss] = {
-    "Matryoshka": cz.MNRL(temperature=0.2),
     "CoSENT": lambda a, b: cz.CoSENT()(a, b, torch.arange(len(a))),
     "MegaBatchMargin": cz.MegaBatchMargin(),
     "Clip": cz.InfoNCE(temperature=0.2),
