@@ -52,7 +52,7 @@ search: .venv/.installed .venv/.peers-installed
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_contract.py tests/testing/test_check.py \
 		tests/testing/test_worlds.py tests/adapters/test_pml_matrix.py tests/test_audit.py \
 		tests/evaluation/test_evaluate.py tests/sampling/test_invariants.py tests/mining/test_hard_negatives.py \
-		tests/test_precision.py tests/test_solved_batches.py tests/test_training.py \
+		tests/test_precision.py tests/test_solved_batches.py \
 		tests/test_memory_queue.py tests/test_distributed.py tests/test_accelerator.py \
 		tests/losses/test_settings.py tests/engine/test_softmax.py \
 		tests/test_extremes.py \

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.testing.interventions import splitting
+from tests.interpreter import forked
 
 EXPIRES = timedelta(seconds=2)  # time-out of the process group from the fault on, if a rank will not come in time
 PATIENCE = 120.0  # seconds for a rank to end; only one that hears of no fault needs them
@@ -133,35 +134,29 @@ def rank_main(name: str, rank: int, directory: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - tracebacks of planned faults
-    store = dist.FileStore(os.path.join(directory, "store"), 2)
+    store = dist.FileStore(os.path.join(directory, name), 2)
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.barrier()
-    training = Training(FAULTS[name], rank)
+    training, said = Training(FAULTS[name], rank), ("", "ended without an error")
     try:
         training.run()
     except BaseException as error:
-        pipe.send((type(error).__name__, str(error)))
+        said = type(error).__name__, str(error)
         raise
-    pipe.send(("", "ended without an error"))
+    finally:
+        if rank == 0:
+            pipe.send(said)
 
 
-def run_fault(name: str) -> Outcome:
-    """Return how rank 0 ends, which hears of the fault of rank 1."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__])
-    pipes = [context.Pipe() for _ in range(2)]
+def run_faults() -> dict[str, Outcome]:
+    """Return how rank 0 of each world ends, which hears of the fault of rank 1. They run at once: most ranks wait."""
+    pipes, found = {name: multiprocessing.Pipe(duplex=False) for name in FAULTS}, {}
     with tempfile.TemporaryDirectory() as directory:
-        processes = [
-            context.Process(target=rank_main, args=(name, rank, directory, theirs), daemon=False)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in processes:
-            process.start()
-        said = pipes[0][0].recv() if pipes[0][0].poll(PATIENCE) else ("", "no word")
-        processes[0].join(PATIENCE)
-        outcome = Outcome(*said, ended=not processes[0].is_alive())
-        for process in processes:
-            process.kill()
-            process.join()
-    return outcome
+        jobs = [(name, rank, directory, pipe) for name, (_, pipe) in pipes.items() for rank in range(2)]
+        with forked(rank_main, jobs) as processes:
+            for (name, (pipe, _)), process in zip(pipes.items(), processes[::2], strict=True):
+                said = pipe.recv() if pipe.poll(PATIENCE) else ("", "no word")
+                process.join(PATIENCE)
+                found[name] = Outcome(*said, ended=not process.is_alive())
+    return found

@@ -258,12 +258,6 @@ def test_an_alarm_is_raised_once_at_the_next_call(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[4, 10]] * 2
 
 
-def test_a_loss_takes_arguments_by_name() -> None:
-    loss = cz.DistributedLoss(cz.Triplet())
-    for named in ({"labels": y(6), "embeddings": z(6)}, {"embeddings": z(6), "labels": y(6)}):
-        close(loss(**named), loss(z(6), y(6)))
-
-
 @pytest.mark.parametrize("loss", [cz.NTXent(), lambda a, b: (a * b).sum()], ids=["own", "third-party"])
 def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
     """Embeddings in a cycle would stay in memory until Python's garbage collector runs."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -29,9 +28,7 @@ from tests.helpers import assert_says, error_message, numbers, refused
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, faults.Outcome]:
-    """The faults, several at once: their ranks mostly wait."""
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip(faults.FAULTS, pool.map(faults.run_fault, faults.FAULTS), strict=True))
+    return faults.run_faults()
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)

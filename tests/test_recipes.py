@@ -132,17 +132,8 @@ NO_SYNC = """        with model.no_sync() if i % 3 < 2 else torch.enable_grad():
             optimizer.step()
             optimizer.zero_grad()
 """
-ACCELERATED = {
-    "cpu=True": "cpu=True, gradient_accumulation_steps=3",
-    "loss = loss_fn(model(x), y)": "with accelerator.accumulate(model):\n          loss = loss_fn(model(x), y)",
-    "        optimizer.zero_grad()\n": "",
-    "        accelerator.backward(loss)\n        optimizer.step()\n": (
-        "          accelerator.backward(loss)\n          optimizer.step()\n          optimizer.zero_grad()\n"
-    ),
-}
 ACCUMULATION = {
     "ddp": {"for x, y in loader": "for i, (x, y) in enumerate(loader)", LOOP: NO_SYNC},
-    "accelerate_loop": ACCELERATED,
     "lightning_module": {"max_epochs=2": "max_epochs=2, accumulate_grad_batches=3"},
 }
 

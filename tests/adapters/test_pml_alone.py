@@ -52,15 +52,11 @@ CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "labels that are fractions": lambda: ((rows(), LABELS / 2), {}),
     "labels beyond the classes": lambda: ((rows(), LABELS * 0 + CLASSES), {}),  # threads race for which to name
     "labels as a list": lambda: ((rows(), LABELS.tolist()), {}),
-    "labels as an array": lambda: ((rows(), LABELS.numpy()), {}),
     "rows as a list": lambda: ((rows().tolist(), LABELS), {}),
-    "flat rows": lambda: ((rows().flatten(), LABELS), {}),
-    "rows of whole numbers": lambda: ((rows().detach().long(), LABELS), {}),
     "NaN": lambda: ((spoilt(), LABELS), {}),
     "no rows": lambda: ((rows(n=0), LABELS[:0]), {}),
     "one row": lambda: ((rows(n=1), LABELS[:1]), {}),
     "no negatives": lambda: ((rows(n=3), LABELS[:3]), {}),
-    "one dtype less": lambda: ((rows().float(), LABELS), {}),
 }
 
 
