@@ -38,40 +38,24 @@ def ddp(module: nn.Module) -> nn.Module:
     return DistributedDataParallel(module) if dist.get_world_size() > 1 else module
 
 
-Recipe = tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
-
-
-def with_classifier() -> Recipe:
-    proxies = losses.ProxyAnchorLoss(CLASSES, D, alpha=4)
-    functions = {"metric_loss": proxies, "classifier_loss": nn.CrossEntropyLoss()}
-    return trainers.TrainWithClassifier, {"classifier": nn.Linear(D, CLASSES)}, functions, {}
-
-
-def cascaded() -> Recipe:
-    functions = {f"metric_loss_{i}": losses.MultiSimilarityLoss() for i in range(2)}
-    mining = {"tuple_miner_1": miners.MultiSimilarityMiner()}
-    return trainers.CascadedEmbeddings, {}, functions, mining
-
-
-def train(recipe: Any, *, distributed: bool) -> list[Tensor]:
+def train(*, distributed: bool) -> list[Tensor]:
+    """Train with a classifier, proxies and a miner; return all parameters."""
     torch.manual_seed(0)
-    kind, models, functions, mining = recipe()
-    models = {name: x.double() for name, x in {"trunk": nn.Linear(3, D), **models}.items()}
-    functions = {name: x.double() for name, x in functions.items()}
-    learnt = [*models.values(), *functions.values()]
-    weights = [parameter for module in learnt for parameter in module.parameters()]
+    models: dict[str, nn.Module] = {"trunk": nn.Linear(3, D).double(), "classifier": nn.Linear(D, CLASSES).double()}
+    functions: dict[str, Any] = {
+        "metric_loss": losses.ProxyAnchorLoss(CLASSES, D, alpha=4).double(),
+        "classifier_loss": nn.CrossEntropyLoss(),
+    }
+    mining: dict[str, Any] = {"tuple_miner": miners.MultiSimilarityMiner()}
+    weights = [parameter for module in (*models.values(), *functions.values()) for parameter in module.parameters()]
     if distributed:
         models = {name: ddp(x) for name, x in models.items()}
         functions = {name: cz.DistributedLoss(x) for name, x in functions.items()}
         mining = {name: DistributedMiner(x) for name, x in mining.items()}
-    named = {**models, **functions}
-    sgd = {
-        f"{name}_optimizer": torch.optim.SGD(x.parameters(), lr=0.1) for name, x in named.items() if [*x.parameters()]
-    }
-    more = {"embedding_sizes": [2, 2]} if kind is trainers.CascadedEmbeddings else {}
-    trainer = kind(
+    trained = {name: x for name, x in {**models, **functions}.items() if [*x.parameters()]}
+    trainers.TrainWithClassifier(
         models=models,
-        optimizers=sgd,
+        optimizers={f"{name}_optimizer": torch.optim.SGD(x.parameters(), lr=0.1) for name, x in trained.items()},
         batch_size=SHARES[dist.get_world_size()][dist.get_rank()],
         loss_funcs=functions,
         mining_funcs=mining,
@@ -79,19 +63,16 @@ def train(recipe: Any, *, distributed: bool) -> list[Tensor]:
         sampler=my_samples(),
         data_device=torch.device("cpu"),
         dataloader_num_workers=0,
-        **more,
-    )
-    trainer.train()
+    ).train()
     return [x.detach() for x in weights]
 
 
-@pytest.mark.parametrize("recipe", [with_classifier, cascaded], ids=lambda x: x.__name__)
-def test_a_trainer_computes_the_weights_of_one_process(recipe: Any, worlds: Worlds) -> None:
-    (expected,) = worlds.run(1, train, recipe, distributed=False)
-    for by_rank in worlds.run(2, train, recipe, distributed=True):
+def test_a_trainer_computes_the_weights_of_one_process(worlds: Worlds) -> None:
+    (expected,) = worlds.run(1, train, distributed=False)
+    for by_rank in worlds.run(2, train, distributed=True):
         for found, wanted in zip(by_rank, expected, strict=True):
             close(found, wanted)
-    by_itself = worlds.run(2, train, recipe, distributed=False)
+    by_itself = worlds.run(2, train, distributed=False)
     assert distance(by_itself[0][0], expected[0]) > 1e-3
 
 
