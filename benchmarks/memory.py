@@ -36,6 +36,7 @@ def arguments(entry: Entry, rows: int, width: int) -> list[Tensor]:
     others = {
         "labels": torch.arange(n) % CLASSES,
         "binary": torch.arange(n) % 2,
+        "counts": torch.ones(n, dtype=torch.int64),
         "scores": torch.rand(n),
         "several scores": torch.rand(n, several),
         "token mask": torch.ones(n, several, dtype=torch.bool),

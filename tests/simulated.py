@@ -181,7 +181,7 @@ def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
         yield mode
 
 
-DRAWN = {"SIGReg", "LeJEPA, three views"}
+DRAWN = {"SIGReg", "LeJEPA, three views", "VISReg, three views", "RDMReg", "RDMReg, normal"}
 """Losses of the zoo that draw other random numbers on an accelerator than on a CPU."""
 
 

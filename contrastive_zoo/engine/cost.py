@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
 from contrastive_zoo.engine.plan import Plan, Situation
-from contrastive_zoo.engine.tiling import BLOCK_BYTES, block_height, budget
+from contrastive_zoo.engine.tiling import BLOCK_BYTES, TILE_BYTES, block_height, budget
 from contrastive_zoo.ranks.randomness import state_bytes
 from contrastive_zoo.ranks.world import HEADER_BYTES
 
@@ -205,6 +205,24 @@ class Tokens(NamedTuple):
         to.hold(positions, 2 * scratch, of.both + max(to.moving(of), 3 * scratch))
 
 
+class Slices(NamedTuple):
+    """Projections of the embeddings of all ranks on random directions, of which each rank takes a part."""
+
+    rows: Names
+    directions: int
+    targets: bool = False  # whether as many drawn embeddings as samples are projected, too
+
+    def note(self, to: Ledger) -> None:
+        of = to.prepare(self.rows)
+        to.to_all("gather of embeddings", of.largest * of.row)
+        to.sum("sum of distances", of.wide)
+        to.give_back("gradients of embeddings", of, of.row, backward=True)
+        local = len(range(of.candidates.rank, self.directions, to.ranks))
+        projected = 4 * of.candidates.total + 2 * self.targets * to.shards(self.rows[:1]).total
+        to.flop += local * of.width * projected
+        to.hold(to.arrived(of, of.wide), TILE_BYTES, TILE_BYTES)
+
+
 class Classes(NamedTuple):
     """A comparison of this rank's embeddings with the weights of all classes, some embeddings at a time."""
 
@@ -270,7 +288,9 @@ class Member(NamedTuple):
         to.rows, to.names, to.prefix, to.plan = outer
 
 
-Entry: TypeAlias = Pairs | Signs | Blocks | Summed | Shared | Gathered | Tokens | Classes | Local | UserCode | Member
+Entry: TypeAlias = (
+    Pairs | Signs | Blocks | Summed | Shared | Gathered | Tokens | Slices | Classes | Local | UserCode | Member
+)
 
 _MATRICES = 8  # as large as a block's similarities, of most losses
 

@@ -1,16 +1,20 @@
 """Statistics of the embeddings of all ranks: moments, spectra, balanced assignments, potentials."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Candidates
+from contrastive_zoo.engine.pairwise import first_of_equals, with_equal_columns
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.softmax import log_sum_exps
 from contrastive_zoo.engine.tiling import by_blocks, tile_bytes
+from contrastive_zoo.ranks.collectives import all_gather
 
 
 @without_autocast
@@ -55,6 +59,38 @@ def _wave_sums(t: Tensor, x: Tensor) -> Tensor:
 
 def _points_at_once(x: Tensor) -> int:
     return max(1, tile_bytes(x) // max(1, x.nbytes))
+
+
+def sliced_distance(
+    batch: Batch, z: Float[Tensor, "n v d"], directions: Float[Tensor, "d m"], expected: Callable[[Tensor], Tensor]
+) -> Float[Tensor, ""]:
+    """Return the mean squared difference of sorted projections of all ranks' embeddings and of ``expected(directions)``.
+
+    Views are sorted each by itself. Each rank takes a part of the directions, some at a time.
+    """
+    world, unit = batch.world, F.normalize(directions.to(z), dim=0).T
+    local, views = unit[world.rank :: world.size], all_gather(z, shards=batch.samples, process_group=world).unbind(1)
+    row_bytes = _SORTED_MATRICES * len(views) * len(views[0]) * z.element_size()
+    height = max(1, tile_bytes(z) // row_bytes)
+    errors = partial(_sorted_errors, expected, [first_of_equals(x.detach()) for x in views])
+    of_all = errors(local, *views) if len(local) <= height else by_blocks(errors, height, [local], views)
+    return batch.sum(of_all.sum(), gradient="complete") / (len(unit) * len(views))
+
+
+_SORTED_MATRICES = 6  # as large as a view's projections: sorted ones, their indices, expected ones, differences
+
+
+@without_autocast
+def _sorted_errors(
+    expected: Callable[[Tensor], Tensor],
+    first: Sequence[Tensor | None],
+    directions: Float[Tensor, "h d"],
+    *views: Float[Tensor, "N d"],
+) -> Float[Tensor, " h"]:
+    """Return the sum over views; ``first`` are the :func:`first_of_equals` of each."""
+    goal, projected = expected(directions), [matmul(directions, x.T) for x in views]
+    ordered = (with_equal_columns(x, y).sort(dim=1, stable=True).values for x, y in zip(projected, first, strict=True))
+    return torch.stack([(x - goal).square().mean(1) for x in ordered]).sum(0)
 
 
 def log_potentials(batch: Batch, views: Sequence[Candidates], scale: float | Tensor) -> Float[Tensor, " v"]:

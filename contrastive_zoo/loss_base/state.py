@@ -71,7 +71,7 @@ def one_step(*modules: nn.Module) -> Iterator[OpenStep]:
     - a centre or covariance moves towards the mean over the samples of all calls, as of one batch;
     - a histogram moves towards that of all calls;
     - the embeddings of all calls enter a memory once, in the order of the calls;
-    - the random directions of SIGReg and LeJEPA advance by one step.
+    - the random directions of SIGReg, LeJEPA, VISReg and RDMReg advance by one step.
 
     A :class:`CrossBatchMemory` with labels compares each call with the memory before the step and the call's own samples.
     ``step.again()`` marks calls that repeat earlier ones, as the second pass of SAM: they move nothing.

@@ -30,6 +30,7 @@ from contrastive_zoo.losses.pair_margins import (
     SignalToNoise,
     ThresholdConsistentMargin,
 )
+from contrastive_zoo.losses.random_slices import LeJEPA, RDMReg, SIGReg, VISReg
 from contrastive_zoo.losses.ranking import FastAP, RankNContrast, SmoothAP
 from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, IBOT, NegativeCosine, SwAV
@@ -39,13 +40,7 @@ from contrastive_zoo.losses.sparse import FLOPS
 from contrastive_zoo.losses.speakers import GE2E, AngularPrototypical
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.losses.triplet import Angular, MegaBatchMargin, Triplet
-from contrastive_zoo.losses.uniformity import (
-    AlignUniform,
-    KoLeo,
-    LeJEPA,
-    OrthogonalRegularization,
-    SIGReg,
-)
+from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalRegularization
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
@@ -55,8 +50,9 @@ __all__ = [
     "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure", "Margin", "MarginMSE", "Matryoshka", "MaxSim",
     "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs",
     "NTXent", "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor",
-    "ProxyNCA", "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP",
-    "SoftTriple", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "WeightedSum",
+    "ProxyNCA", "RDMReg", "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise",
+    "SmoothAP", "SoftTriple", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin",
+    "VICReg", "VISReg", "WeightedSum",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker would take any name

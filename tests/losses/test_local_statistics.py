@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from contrastive_zoo.engine import statistics
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.losses import random_slices
 from contrastive_zoo.ranks.adjoints import Gradient
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.invariants import CONTRACT, Broken, same_state
 from contrastive_zoo.testing.measurement import Trial
-from tests.helpers import Pools
+from tests.helpers import Pools, numbers, rank
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.losses.zoo_statistics import WIDTH
 
@@ -33,10 +35,21 @@ def sum_but_of_centre(batch: Batch, x: Tensor, *, gradient: Gradient) -> Tensor:
     return x if x.shape == (WIDTH + 1,) else sum_over_ranks(x, gradient=gradient, world=batch.world)
 
 
+def draws_of_rank(step: Tensor, *shape: int) -> Tensor:
+    return numbers(*shape, seed=rank(), dtype=torch.float32)
+
+
+def own_rows(rows: Tensor, **_: Any) -> Tensor:
+    return rows
+
+
 MUTANTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "groups of the own rank": ("KoLeo, groups", Batch, "indices", from_zero),
     "clusters balanced on the own rank": ("DINO, Sinkhorn", Batch, "log_sum_exp", of_itself),
     "patches balanced on the own rank": ("IBOT, Sinkhorn", Batch, "log_sum_exp", of_itself),
+    "directions of the own rank": ("RDMReg", random_slices, "_drawn", draws_of_rank),
+    "projections of the own rank's embeddings": ("VISReg, three views", statistics, "all_gather", own_rows),
+    "a mean of the own rank": ("VISReg, three views", random_slices, "centered", lambda _, x: x - x.mean(0)),
     "a centre of the own rank's views": ("DINO", Batch, "sum", sum_but_of_centre),
     "a centre of the own rank's patches": ("IBOT", Batch, "sum", sum_but_of_centre),
 }

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -353,6 +354,23 @@ def koleo(_: Tensor) -> tuple[Loss, Loss]:
     return lambda z: ours(z[1:]), lambda z: (theirs(z[1:6]) + theirs(z[6:])) / 2
 
 
+def visreg(_: Tensor) -> tuple[Loss, Loss]:
+    """Compare with the same directions; the first two views are global, and theirs rounds quantiles to 32 bits."""
+    weights = {"scale": 2.0, "shape": 0.5, "center": 3.0}
+    ours = cz.VISReg(4, num_slices=64, **{f"{name}_weight": x for name, x in weights.items()}).eval()
+    theirs = peer("lightly.loss.visreg_loss.VISRegLoss")(
+        num_slices=64, **{f"lambda_{name}": x for name, x in weights.items()}
+    )
+
+    directions = ours.directions().double()
+
+    def of_views(*views: Tensor) -> Tensor:
+        with patch.object(torch, "randn", lambda *_, **__: directions):
+            return theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:]))
+
+    return ours, of_views
+
+
 OF_IMAGES: dict[str, Peer] = {
     "NTXent": lightly("ntx_ent_loss.NTXentLoss", cz.NTXent(temperature=0.5)),
     "DCL": lightly("dcl_loss.DCLLoss", cz.DCL(temperature=0.1)),
@@ -363,6 +381,7 @@ OF_IMAGES: dict[str, Peer] = {
     "KoLeo": Peer(koleo, tolerance=1e-7),
     "SIGReg": Peer(sigreg),
     "LeJEPA": Peer(lejepa, 3),
+    "VISReg": Peer(visreg, 3, tolerance=1e-6),
     "SwAV": Peer(swav, 3),
     "DINO": Peer(dino, 3),
     "IBOT": Peer(ibot),

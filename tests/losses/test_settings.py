@@ -54,7 +54,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
         "DINO.teacher_temperature KoLeo.eps LargeMarginSoftmax.scale LeJEPA.limit MultiSimilarity.alpha "
         "MultiSimilarity.beta ProxyAnchor.alpha SIGReg.limit SoftTriple.gamma "
         "ScoreDistillation.teacher_temperature SoftTriple.la SwAV.epsilon VICReg.eps "
-        "IBOT.teacher_temperature",
+        "IBOT.teacher_temperature VISReg.eps RDMReg.scale",
         (0.0, -1.0, *ANY),
     ),
     (
@@ -67,7 +67,8 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
         (-0.1, 1.1, *ANY),
     ),
     ("LargeMarginSoftmax.margin LeJEPA.global_views LeJEPA.num_slices SIGReg.num_slices", (0, 1.5, *ANY)),
-    ("SwAV.code_views FastAP.num_bins", (0, 2.5, *ANY)),
+    ("SwAV.code_views FastAP.num_bins VISReg.global_views VISReg.num_slices RDMReg.num_slices", (0, 2.5, *ANY)),
+    ("VISReg.lambda_", (-0.1, 1.1, *ANY)),
     ("LeJEPA.num_points SIGReg.num_points", (1, 2.5, *ANY)),
     ("Contrastive.power SignalToNoise.power AlignUniform.alpha", (0.5, *ANY)),
     ("HCL.tau_plus", (-0.1, 1.0, *ANY)),

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Entry, itself, row
+from tests.zoo import Entry, itself, roots, row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -162,11 +162,15 @@ def dense_tico(a: Tensor, b: Tensor) -> Tensor:
     return (1 - (a * b).sum(1) + 8 * ((a @ c) * a).sum(1)).mean()
 
 
-def dense_sigreg(z: Tensor) -> Tensor:
-    drawn = torch.randn(z.shape[1], 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+def first_numbers(z: Tensor, *shape: int) -> Tensor:
+    """The normal numbers of step 0."""
     if not devices.on_cpu(z):
-        drawn = normal_numbers(torch.zeros((), dtype=torch.int64), *drawn.shape)
-    x, loss = z @ F.normalize(drawn.double(), dim=0), 0 * z.sum()
+        return normal_numbers(torch.zeros((), dtype=torch.int64), *shape).to(z)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(z)
+
+
+def dense_sigreg(z: Tensor) -> Tensor:
+    x, loss = z @ F.normalize(first_numbers(z, z.shape[1], 6), dim=0), 0 * z.sum()
     for k, weight in ((-4, 0.5), *((k, 1.0) for k in range(-3, 4)), (4, 0.5)):
         t = 0.75 * k
         real, imaginary = (t * x).cos().mean(0), (t * x).sin().mean(0)
@@ -179,6 +183,32 @@ def dense_lejepa(*views: Tensor) -> Tensor:
     center = (views[0] + views[1]) / 2
     distance = torch.stack([F.mse_loss(z, center) for z in views]).mean()
     return 0.3 * torch.stack([dense_sigreg(z) for z in views]).mean() + 0.7 * distance
+
+
+def dense_visreg(*views: Tensor) -> Tensor:
+    center, n = (views[0] + views[1]) / 2, len(views[0])
+    directions = F.normalize(first_numbers(center, WIDTH, 6), dim=0)
+    normal = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, n + 1).to(center) / (n + 1))
+    loss = torch.zeros(())
+    for z in views:
+        scale = roots((z - z.mean(0)).square().mean(0))
+        shape = ((z - z.mean(0)) / (scale.detach() + 1e-4) @ directions).sort(dim=0, stable=True).values - normal[
+            :, None
+        ]
+        loss = loss + 2 * (1 - scale).square().mean() + 3 * shape.square().mean() + 4 * z.mean(0).square().mean()
+    return 0.3 * loss / len(views) + 0.7 * torch.stack([F.mse_loss(z, center) for z in views]).mean()
+
+
+def dense_rdmreg(a: Tensor, b: Tensor, target: str = "laplace") -> Tensor:
+    directions, noise = first_numbers(a, 6 + len(a), WIDTH).split([6, len(a)])
+    if target == "laplace":  # of uniform numbers, by the inverse of the distribution function
+        tail = torch.special.ndtr(-noise.abs())
+        noise = -noise.sign() * (2 * tail).log() / math.sqrt(2)
+    targets, loss = (noise - 0.25).relu(), 25 * F.mse_loss(a, b)
+    for z in (a, b):
+        x, y = ((rows @ F.normalize(directions, dim=1).T).sort(dim=0, stable=True).values for rows in (z, targets))
+        loss = loss + 125 / 2 * F.mse_loss(x, y)
+    return loss
 
 
 def dense_koleo(z: Tensor, group_size: int = 10**6) -> Tensor:
@@ -252,6 +282,15 @@ ENTRIES = [
         prepare=lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp())), embedding_size=WIDTH,
     ),
     row("SIGReg", dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, **SLICES),
+    row(
+        "VISReg, three views", dense_visreg, "views", widened, 3, embedding_size=WIDTH, num_slices=6,
+        lambda_=0.3, scale_weight=2.0, shape_weight=3.0, center_weight=4.0,
+    ),
+    row("RDMReg", dense_rdmreg, "views", widened, embedding_size=WIDTH, num_slices=6, shift=-0.25),
+    row(
+        "RDMReg, normal", dense_rdmreg, "views", widened,
+        embedding_size=WIDTH, num_slices=6, shift=-0.25, target="normal",
+    ),
     row("KoLeo", dense_koleo, "labels", embeddings_alone),
     row("KoLeo, groups", dense_koleo, "labels", embeddings_alone, group_size=3),
     row("OrthogonalRegularization", dense_orthogonal, "labels", embeddings_alone),
