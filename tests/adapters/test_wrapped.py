@@ -54,12 +54,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "our miner": (lambda: wrap(triplets(), miner=mining(miners.BatchHardMiner())), "miner is a DistributedMiner"),
     "a class": (lambda: wrap(cz.SupCon), r"Pass an instance, SupCon\(\.\.\.\)"),
-    "their class": (lambda: wrap(losses.NTXentLoss), r"Pass an instance, NTXentLoss\(\.\.\.\)"),
     "a class as miner": (
         lambda: wrap(triplets(), miner=miners.BatchHardMiner),
         r"a miner is an instance, got the class BatchHardMiner",
     ),
-    "a class as miner by itself": (lambda: mining(miners.BatchHardMiner), "a miner is an instance"),
 }
 
 

@@ -128,22 +128,6 @@ def test_gist(strategy: Any, margin: float, anchors: bool, positives: bool) -> N
         assert_same(in_order, in_columns, *(rows(7, 4, seed=10 * seed + k) for k in range(columns)))
 
 
-TEXT_MODEL = EvaluationInputs()
-COSINE = st.BatchHardTripletLossDistanceFunction.cosine_distance
-AGAIN = torch.tensor([0, 0, 2, 2, *range(4, 12)])
-"""Which of equal embeddings is the hardest one is anybody's choice, so that the equal ones are one."""
-
-
-def batch_triplets(ours: cz.Triplet, theirs: nn.Module, smallest: int = 1) -> Peer:
-    """An anchor without a positive: sentence-transformers counts its nearest negative against a distance of 0, we do not."""
-
-    def make(labels: Tensor) -> tuple[Loss, Loss]:
-        again = AGAIN[: len(labels)]
-        return lambda z: ours(z[again], labels), lambda z: theirs([{"student": z[again]}], labels)
-
-    return Peer(make, labels=partial(classes, smallest=smallest), tolerance=1e-7)  # theirs is √(a² − 2ab + b²)
-
-
 def annotated(ours: Any, theirs: Any, y: Callable[[Tensor], Tensor], **settings: Any) -> Peer:
     """Compare losses of pairs with scores or labels, which are made of classes."""
     other = theirs(nn.Identity(), **settings)
@@ -194,11 +178,6 @@ def splade(_: Tensor) -> tuple[Loss, Loss]:
 
 
 OF_TEXTS: dict[str, Peer] = {
-    "hard triplets, cosine": batch_triplets(
-        cz.Triplet(margin=0.2, mining="hard", average="all", metric="similarity"),
-        st.BatchHardTripletLoss(TEXT_MODEL, margin=0.2, distance_metric=COSINE),
-        smallest=2,
-    ),
     "CoSENT": annotated(cz.CoSENT(), st.CoSENTLoss, torch.Tensor.double),
     "AnglE": annotated(cz.CoSENT(similarity="angle"), st.AnglELoss, torch.Tensor.double),
     "OnlineContrastive": annotated(
