@@ -42,12 +42,14 @@ class ClassPairs:
         scale: float | Tensor,
         target_function: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda similarity: similarity,
         softness: float | Tensor | None = None,
+        harder: tuple[Float[Tensor, " n"], Float[Tensor, ""]] | None = None,
     ) -> Float[Tensor, " n"]:
         """Return cross-entropies of the logits scale · z_i·w_j, with ``target_function`` of the similarity to y_i.
 
         Of several centres of a class the most similar counts, or with a softness γ their mean by ``softmax(s / γ)``.
+        ``harder`` are limits and t, without gradient: of another class, s (t + s) replaces an s above the embedding's limit.
         """
-        (target, *others), negatives = self._sums_and_negatives(scale, softness)
+        (target, *others), negatives = self._sums_and_negatives(scale, softness, harder)
         positive = scale * target_function(target)
         losses = -F.logsigmoid(positive - negatives)
         if others:
@@ -56,7 +58,7 @@ class ClassPairs:
         return losses
 
     def _sums_and_negatives(
-        self, scale: float | Tensor, softness: float | Tensor | None
+        self, scale: float | Tensor, softness: float | Tensor | None, harder: tuple[Tensor, Tensor] | None
     ) -> tuple[list[Float[Tensor, " n"]], Float[Tensor, " n"]]:
         """Return ``s[i, y_i]``, if smoothed also Σ_{j ≠ y_i} s[i, j], and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``.
 
@@ -64,26 +66,43 @@ class ClassPairs:
         """
         smoothed = smooths(self.label_smoothing)
 
-        def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor, *softness: Tensor) -> Tensor:
+        def on_block(rows: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
+            *limits, centers, scale, gamma = more
             s = _similarities(rows, centers)
-            s = ((s / softness[0]).softmax(2) * s).sum(2) if softness else s.amax(2)
+            s = s.amax(2) if softness is None else ((s / gamma).softmax(2) * s).sum(2)
             hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
+            if harder is not None:
+                s = s.where(hit | (s <= limits[0][:, None]), s * (harder[1] + s))
             negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
             return torch.stack([negatives, *(s.where(x, 0).sum(1) for x in (hit, ~hit)[: 1 + smoothed])], 1)
 
-        batch, z, classes = self.batch, self.embeddings, self.class_shards
-        numbers = [scale] if softness is None else [scale, softness]
+        batch, rows, is_whole = self.batch, [*self._compared], self.class_shards is None
+        if harder is not None:
+            rows.append(harder[0] if is_whole else batch.gather_detached(harder[0]))
+        centers = batch.shared(self.centers) if is_whole else self.centers
+        results = self._over_blocks(on_block, rows, centers, [scale, 0.0 if softness is None else softness])
+        negatives, sums = results[:, 0], results[:, 1:]
+        if not is_whole:
+            sums = batch.sum(sums, gradient="partial")[batch.samples.local]
+            negatives = batch.log_sum_exp(negatives, gradient="partial")[batch.samples.local]
+        return [*sums.unbind(1)], negatives
+
+    @cached_property
+    def _compared(self) -> tuple[Float[Tensor, "m d"], Int[Tensor, " m"]]:
+        """The embeddings that this rank compares with its weights, and the places of their classes among these."""
+        batch, classes = self.batch, self.class_shards
         if classes is None:
-            weights = batch.shared(self.centers)
-            negatives, *sums = self._over_blocks(on_block, [z, self.targets], weights, numbers).unbind(1)
-            return sums, negatives
-        shards = batch.samples
-        gathered = all_gather(z, shards=shards, process_group=batch.world)
-        targets = batch.gather_detached(self.targets) - classes.start
-        of_all = self._over_blocks(on_block, [gathered, targets], self.centers, numbers)
-        summed = batch.sum(of_all[:, 1:], gradient="partial")
-        negatives = batch.log_sum_exp(of_all[:, 0], gradient="partial")
-        return [*summed[shards.local].unbind(1)], negatives[shards.local]
+            return self.embeddings, self.targets
+        gathered = all_gather(self.embeddings, shards=batch.samples, process_group=batch.world)
+        return gathered, batch.gather_detached(self.targets) - classes.start
+
+    def target_similarities(self) -> Float[Tensor, " n"]:
+        """Return the similarities of the local embeddings to their classes, without gradient."""
+        (rows, targets), centers = self._compared, self.centers.detach()
+        held = (targets >= 0) & (targets < len(centers))
+        of_targets = centers[targets.where(held, 0)] if len(centers) else rows.detach()[:, None]
+        s = torch.linalg.vecdot(of_targets, rows.detach()[:, None]).amax(1).where(held, 0)
+        return s if self.class_shards is None else self.batch.sum(s, gradient="complete")[self.batch.samples.local]
 
     def log1p_sum_exp_by_class(
         self, shift: float | Tensor, scale: float | Tensor

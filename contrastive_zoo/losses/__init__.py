@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from contrastive_zoo.losses.angular_margins import AdaFace, ArcFace, CurricularFace, MagFace
 from contrastive_zoo.losses.annotated_pairs import CoSENT, OnlineContrastive
 from contrastive_zoo.losses.class_softmax import (
-    ArcFace,
+    CenterLoss,
     CosFace,
     LargeMarginSoftmax,
     NormalizedSoftmax,
@@ -44,15 +45,15 @@ from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalReg
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "HCL", "IBOT", "MNRL", "NCA", "NNCLR", "SINCERE", "AlignUniform", "Angular",
-    "AngularPrototypical", "ArcFace", "BarlowTwins", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive",
-    "CosFace", "CrossBatchMemory", "CyclicConsistency", "FastAP", "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE",
-    "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure", "Margin", "MarginMSE", "Matryoshka", "MaxSim",
-    "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs",
-    "NTXent", "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor",
-    "ProxyNCA", "RDMReg", "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise",
-    "SmoothAP", "SoftTriple", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin",
-    "VICReg", "VISReg", "WeightedSum",
+    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "HCL", "IBOT", "MNRL", "NCA", "NNCLR", "SINCERE", "AdaFace", "AlignUniform",
+    "Angular", "AngularPrototypical", "ArcFace", "BarlowTwins", "CenterLoss", "Circle", "Clip", "ClipDistillation",
+    "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory", "CurricularFace", "CyclicConsistency", "FastAP",
+    "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE", "KoLeo", "LargeMarginSoftmax", "LeJEPA", "LiftedStructure",
+    "MagFace", "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue",
+    "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent", "NegativeCosine", "NormalizedSoftmax",
+    "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor", "ProxyNCA", "RDMReg", "RankNContrast", "RankedList",
+    "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple", "SupCon", "SwAV",
+    "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "VISReg", "WeightedSum",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker would take any name

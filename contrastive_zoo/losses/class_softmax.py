@@ -13,7 +13,7 @@ from contrastive_zoo.engine.cost import Entry, Local, Shared, Summed
 from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
 from contrastive_zoo.loss_base.class_loss import ClassLoss, ClassSoftmax, ShardableClassLoss
 from contrastive_zoo.loss_base.loss import CallInputs
-from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Size, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Reduction, Size, Temperature
 
 
 class NormalizedSoftmax(ShardableClassLoss):
@@ -119,54 +119,6 @@ class CosFace(ShardableClassLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.pairs(batch).cross_entropies(batch.settings.scale, lambda s: s - batch.settings.margin)
-        return batch.reduce(losses, reduction=self.reduction)
-
-
-class ArcFace(ShardableClassLoss):
-    r"""Compute the additive angular margin loss; with k centres per class, sub-center ArcFace.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-    With z the unit embeddings, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
-
-        loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
-
-    For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in the authors' code.
-
-    Args:
-        num_classes: the number of classes, C.
-        embedding_size: the width of embeddings, d.
-        margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
-        scale: s > 0, dimensionless.
-        label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-        sub_centers: weight vectors for each class, of which the nearest counts.
-        shard_over: the ranks that share the classes; None keeps all weights on each.
-        check_finite: refuse NaN and infinite embeddings.
-
-    Examples:
-        >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
-        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
-        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e^(2 cos 60°) + 1) − 1
-        tensor(0.3133)
-
-    Source: Deng et al. 2019, eq. 3, https://arxiv.org/abs/1801.07698; sub-centers: Deng et al. 2020, §3,
-    https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
-    """
-
-    margin: Annotated[float, Bounds("margin is an angle 0 … π in radians", low=0, high=math.pi, constant=True)] = 0.5
-    scale: Positive = 64.0
-
-    def compute(self, batch: Batch) -> Tensor:
-        margin = batch.settings.margin
-
-        def shifted(cosine: Tensor) -> Tensor:
-            square, eps = 1 - cosine**2, torch.finfo(cosine.dtype).eps
-            sine_at_pole = square.detach().clamp(min=0).sqrt()  # the derivative is infinite at θ = 0 and π
-            sine = square.clamp(min=eps).sqrt().where(square > eps, sine_at_pole)
-            of_sum = cosine * math.cos(margin) - sine * math.sin(margin)
-            return of_sum.where(cosine >= -math.cos(margin), cosine - margin * math.sin(margin))
-
-        losses = self.pairs(batch).cross_entropies(batch.settings.scale, shifted)
         return batch.reduce(losses, reduction=self.reduction)
 
 
@@ -291,6 +243,44 @@ def _psi(cosine: Tensor, margin: int) -> Tensor:
         before, multiple = multiple, 2 * cosine * multiple - before
     k = (cosine.detach().acos() * (margin / math.pi)).floor().clamp(max=margin - 1)
     return (1 - 2 * (k % 2)) * multiple - 2 * k
+
+
+class CenterLoss(ClassLoss, engine="statistics"):
+    r"""Compute half the squared distance of an embedding from the centre of its class; nothing is normalised.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the centres c are ``weights``, [C, d], of :class:`ClassLoss`.
+    With x the embeddings and y the labels,
+
+        loss_i = ½ ‖x_i − c_{y_i}‖²
+
+    Centres are parameters, learnt by their gradient. The paper moves c_j by α Σ_{i: y_i = j} (x_i − c_j) / (1 + n_j), with
+    n_j the number of its embeddings. Add the loss to a softmax over classes, which keeps centres apart:
+    ``WeightedSum([NormalizedSoftmax(C, d), CenterLoss(C, d)], weights=[1.0, 0.003])``.
+
+    Args:
+        num_classes: the number of classes, C.
+        embedding_size: the width of embeddings, d.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
+
+    Examples:
+        >>> loss = CenterLoss(2, 2)
+        >>> _ = loss.load_state_dict({"weights": torch.zeros(2, 2)})
+        >>> loss(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.arange(2)).detach()   # (½ · 25 + ½ · 1) / 2
+        tensor(6.5000)
+
+    Source: Wen et al. 2016, eq. 2, https://doi.org/10.1007/978-3-319-46478-7_31
+    """
+
+    reduction: Reduction = "mean"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(2), Shared(self.weights.nbytes), *self.reduced()]
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = self.pairs(batch, normalize=False, normalize_weights=False)
+        centers = batch.shared(pairs.centers).index_select(0, pairs.targets)[:, 0]
+        return batch.reduce((pairs.embeddings - centers).square().sum(1) / 2, reduction=self.reduction)
 
 
 class ProxyAnchor(ClassLoss):

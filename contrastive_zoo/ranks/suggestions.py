@@ -35,6 +35,7 @@ NAMES_ELSEWHERE = {
     "pg": "process_group",
     "queuesize": "size",
     "recallatk": "evaluate",
+    "rnc": "RankNContrast",
     "s": "scale",
     "simclr": "NTXent",
     "simsiam": "NegativeCosine",

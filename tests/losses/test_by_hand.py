@@ -80,6 +80,20 @@ def test_dino_moves_its_centre_while_training() -> None:
     close(other.centre, loss.centre)
 
 
+def test_margins_of_faces_move_their_averages_while_training() -> None:
+    """Cosines of ½ and 1 with the class, and norms of 2 and 4: mean 3, and a deviation (over N − 1) of √2."""
+    z, labels = torch.tensor([[1.0, 3**0.5], [4.0, 0.0]]), torch.tensor([0, 0])
+    losses = cz.CurricularFace(2, 2, momentum=0.75), cz.AdaFace(2, 2, momentum=0.75)
+    for loss in losses:
+        loss.weights.data.copy_(torch.eye(2))
+        loss(z, labels)
+        loss.eval()(z[:1], labels[:1])
+    curricular, ada = losses
+    close(curricular.mean_cosine, torch.tensor(0.25 * 0.75))
+    close(ada.mean_norm, torch.tensor(0.75 * 20 + 0.25 * 3), 1e-6)
+    close(ada.std_norm, torch.tensor(0.75 * 100 + 0.25 * 2**0.5), 1e-6)
+
+
 @pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
 def test_a_batch_without_masked_patches_has_no_loss_and_moves_no_centre(centering: Any) -> None:
     loss, none = cz.IBOT(2, centering=centering), torch.zeros(0, 2, requires_grad=True)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine import statistics
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.losses import random_slices
-from contrastive_zoo.ranks.adjoints import Gradient
-from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.losses import random_slices, sparse
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.invariants import CONTRACT, Broken, same_state
@@ -31,8 +29,15 @@ def of_itself(batch: Batch, x: Tensor, **_: Any) -> Tensor:
     return x
 
 
-def sum_but_of_centre(batch: Batch, x: Tensor, *, gradient: Gradient) -> Tensor:
-    return x if x.shape == (WIDTH + 1,) else sum_over_ranks(x, gradient=gradient, world=batch.world)
+def mean_of_rank_means(batch: Batch, names: list[str]) -> Tensor:
+    rows = torch.cat([batch.rows[name].flatten(0, -2) for name in names])
+    return rows.abs().mean(0) / len(batch.samples.sizes)
+
+
+def without_sums_of(numbers: int) -> Callable[..., Tensor]:
+    """Return a sum over ranks that leaves tensors of so many numbers as they are."""
+    whole = Batch.sum
+    return lambda self, x, *, gradient: x if x.numel() == numbers else whole(self, x, gradient=gradient)
 
 
 def draws_of_rank(step: Tensor, *shape: int) -> Tensor:
@@ -50,8 +55,11 @@ MUTANTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "directions of the own rank": ("RDMReg", random_slices, "_drawn", draws_of_rank),
     "projections of the own rank's embeddings": ("VISReg, three views", statistics, "all_gather", own_rows),
     "a mean of the own rank": ("VISReg, three views", random_slices, "centered", lambda _, x: x - x.mean(0)),
-    "a centre of the own rank's views": ("DINO", Batch, "sum", sum_but_of_centre),
-    "a centre of the own rank's patches": ("IBOT", Batch, "sum", sum_but_of_centre),
+    "a centre of the own rank's views": ("DINO", Batch, "sum", without_sums_of(WIDTH + 1)),
+    "a centre of the own rank's patches": ("IBOT", Batch, "sum", without_sums_of(WIDTH + 1)),
+    "mean of rank means": ("FLOPS", sparse, "_part_of_mean", mean_of_rank_means),
+    "norms of the own rank": ("AdaFace", Batch, "sum", without_sums_of(3)),
+    "cosines of the own rank": ("CurricularFace", Batch, "sum", without_sums_of(1)),
 }
 """The row of the zoo, and what takes whose place."""
 

@@ -26,6 +26,11 @@ SHARDED: dict[str, Callable[[cz.World], cz.ClassLoss]] = {
     "CosFace": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0, label_smoothing=0.2),
     "ProxyNCA": lambda world: cz.ProxyNCA(CLASSES, 4, shard_over=world),
     "ArcFace": lambda world: cz.ArcFace(CLASSES, 4, shard_over=world, sub_centers=2, scale=8.0),
+    "MagFace": lambda world: cz.MagFace(CLASSES, 4, shard_over=world, low_norm=1.0, high_norm=3.0, scale=8.0),
+    "AdaFace": lambda world: cz.AdaFace(CLASSES, 4, shard_over=world, momentum=0.5, scale=8.0),
+    "CurricularFace": lambda world: cz.CurricularFace(
+        CLASSES, 4, shard_over=world, momentum=0.5, sub_centers=2, label_smoothing=0.2, scale=8.0
+    ),
 }
 
 

@@ -20,8 +20,14 @@ def fixed_weights(centers: int = 1) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(5)).double()
 
 
+PAST = {"mean_cosine": 0.25, "mean_norm": 2.0, "std_norm": 0.5}
+"""Of states that are moving averages."""
+
+
 def prepare(loss: ClassLoss) -> None:
     loss.weights.data.copy_(fixed_weights(getattr(loss, "sub_centers", 1)))
+    for name, buffer in loss.named_buffers():
+        buffer.fill_(PAST[name])
 
 
 def padded(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,6 +65,46 @@ def dense_arc_face(
     angle = own.acos()
     moved = (angle + margin).cos().where(angle <= torch.pi - margin, own - margin * math.sin(margin))
     return F.cross_entropy(64 * s.scatter(1, target, moved), labels, label_smoothing=label_smoothing)
+
+
+def dense_curricular_face(
+    z: Tensor, labels: Tensor, sub_centers: int = 1, label_smoothing: float = 0.0, reduction: str = "mean"
+) -> Tensor:
+    """As the authors' code, after a past whose mean cosine is 0.25."""
+    s, target = cosines(z, sub_centers).amax(2), labels[:, None]
+    own = s.gather(1, target)
+    t = (0.8 * 0.25 + 0.2 * own.mean()).detach()
+    moved = (own.acos() + 0.5).cos()
+    harder = s.where(s <= moved, s * (t + s))
+    moved = moved.where(own > math.cos(math.pi - 0.5), own - math.sin(math.pi - 0.5) * 0.5)
+    logits = 64 * harder.scatter(1, target, moved)
+    return F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction=reduction)
+
+
+def dense_mag_face(z: Tensor, labels: Tensor, norm_weight: float = 35.0, reduction: str = "mean") -> Tensor:
+    s, target, norms = cosines(z)[..., 0], labels[:, None], z.norm(dim=1).clamp(0.7, 1.5)
+    own, margin = s.gather(1, target), (0.45 + (0.8 - 0.45) / (1.5 - 0.7) * (norms - 0.7))[:, None]
+    moved = (own.acos() + margin).cos()
+    moved = moved.where(own > (math.pi - margin).cos(), own - (math.pi - margin).sin() * margin)
+    losses = F.cross_entropy(64 * s.scatter(1, target, moved), labels, reduction="none")
+    losses = losses + norm_weight * (norms / 1.5**2 + 1 / norms)
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
+def dense_ada_face(z: Tensor, labels: Tensor, margin: float = 0.4, reduction: str = "mean") -> Tensor:
+    """As the authors' code, after a past in which norms were 2 ± 0.5."""
+    s, target, norms = cosines(z)[..., 0], labels[:, None], z.norm(dim=1).clamp(0.001, 100).detach()
+    own, deviation = s.gather(1, target).clamp(-0.999, 0.999), norms.std() if len(norms) > 1 else 0.0
+    mean, deviation = 0.7 * 2.0 + 0.3 * norms.mean(), 0.7 * 0.5 + 0.3 * deviation
+    scaler = (0.333 * (norms - mean) / (deviation + 1e-3)).clamp(-1, 1)[:, None]
+    angle = (own.acos() - margin * scaler).clamp(1e-3, math.pi - 1e-3)
+    moved = angle.cos() - (margin + margin * scaler)
+    return F.cross_entropy(64 * s.scatter(1, target, moved), labels, reduction=reduction)
+
+
+def dense_center_loss(z: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    losses = (z - fixed_weights()[labels]).square().sum(1) / 2
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
 def dense_soft_triple(z: Tensor, labels: Tensor, tau: float = 0.2, label_smoothing: float = 0.0) -> Tensor:
@@ -99,6 +145,13 @@ ENTRIES = [
     of_classes("CosFace", dense_cos_face),
     of_classes("ArcFace", dense_arc_face),
     of_classes("ArcFace, smoothed sub-centers", dense_arc_face, sub_centers=3, label_smoothing=0.2),
+    of_classes("CurricularFace", dense_curricular_face, momentum=0.8),
+    of_classes(
+        "CurricularFace, smoothed sub-centers", dense_curricular_face, momentum=0.8, sub_centers=3, label_smoothing=0.2
+    ),
+    of_classes("MagFace", dense_mag_face, low_norm=0.7, high_norm=1.5),
+    of_classes("AdaFace", dense_ada_face, momentum=0.7),
+    of_classes("CenterLoss", dense_center_loss),
     of_classes("SoftTriple", dense_soft_triple, sub_centers=3),
     of_classes("SoftTriple, smoothed", dense_soft_triple, sub_centers=3, label_smoothing=0.2),
     of_classes("ProxyAnchor", dense_proxy_anchor),

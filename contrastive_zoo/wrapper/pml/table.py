@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses import pair_margins, soft_margins, triplet
-from contrastive_zoo.losses.class_softmax import ArcFace, CosFace, NormalizedSoftmax, ProxyAnchor, ProxyNCA, SoftTriple
+from contrastive_zoo.losses.angular_margins import ArcFace
+from contrastive_zoo.losses.class_softmax import CosFace, NormalizedSoftmax, ProxyAnchor, ProxyNCA, SoftTriple
 from contrastive_zoo.losses.multi_positive import NPairs
 from contrastive_zoo.losses.pair_margins import Contrastive, Margin, SignalToNoise
 from contrastive_zoo.losses.ranking import FastAP
