@@ -115,6 +115,10 @@ class ThreadGroup(threaded.ProcessLocalGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self.begun
 
+    def _get_backend(self, device: Any) -> Any:
+        """Return this group: torch 2.14 asks its backend whether it joins messages to single ranks, which it does not."""
+        return self
+
     def pause(self, seconds: float) -> None:
         self.member.wait(lambda: False, seconds)
 
