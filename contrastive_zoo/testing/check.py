@@ -70,7 +70,7 @@ def check_world_size_invariance(
         grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients.
         max_examples: number of batches.
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
-        timeout: seconds for one global batch; for a first call, which may compile, ten times that.
+        timeout: seconds for one global batch; ten times that for a first call, which may compile, and once ranks were slow.
         threads: ranks are up to 64 threads of this process (:class:`~contrastive_zoo.testing.worlds.Worlds`).
         worlds: a pool of process groups, with its own timeout; None starts one.
         name: of the loss in the report.
@@ -106,11 +106,16 @@ def check_world_size_invariance(
         if inferred is None:
             raise ValueError(f"make_loss is a function that returns a loss, which is callable; it returned {made}.")
         pool.start(1, *world_sizes)
+        patience = FIRST_CALL_FACTOR * pool.timeout
+        if not pool.threads:  # ranks import its modules, too, which on a busy machine takes longer than a batch
+            with suppress(RankError):  # a construction that fails on several ranks is reported below
+                for size in world_sizes:
+                    pool.run(size, _call_form, make_loss, timeout=patience)
         first_call = time.monotonic()
         form, views = inferred if call == "auto" else (call, inferred[1])
         name = name or str(getattr(make_loss, "__name__", "loss"))
         case = Case(make_loss, form, grad_reduction, views, name=name)
-        batch, patience = GlobalBatch((4,), d=width or DEFAULT_WIDTH), FIRST_CALL_FACTOR * pool.timeout
+        batch = GlobalBatch((4,), d=width or DEFAULT_WIDTH)
         plan = measurement.Plan(record=not pool.threads)  # which loads the compiler, too
         try:
             pool.run(1, measurement.measure, case, (batch,), plan, timeout=patience)
@@ -184,6 +189,7 @@ class Examination:
         self.reference_error = ""  # why the last batch without a reference has none
         self.failures = 0  # number of batches on which a rank raised or hung
         self.broken: dict[str, Finding] = {}  # the first finding of each broken invariant
+        self.is_patient = False  # whether ranks were given more time, as they are once
         self.averaged: set[GlobalBatch] = set()  # those on which the mean of many calls was compared
 
     def survey(self, max_examples: int) -> None:
@@ -265,10 +271,13 @@ class Examination:
             is_evidence = len({*shards} if invariant is runs_on_every_split else shards) > 1
             if invariant(trial) and is_evidence:
                 self.report.tried.add(invariant.name)
-        except Broken as broken:
-            return None if self._is_noise(invariant, trial) else Finding(invariant, str(broken), trial.batch)
-        except RankError as error:
-            return Finding(runs_on_every_split, invariants.first_line(error), trial.batch)
+        except (Broken, RankError) as error:
+            if not self.is_patient and _may_be_slow(error):
+                self.is_patient, self.worlds.timeout = True, FIRST_CALL_FACTOR * self.worlds.timeout
+                return self._finding(invariant, Trial(self.case, trial.batch, self.worlds))
+            if isinstance(error, RankError):
+                return Finding(runs_on_every_split, invariants.first_line(error), trial.batch)
+            return None if self._is_noise(invariant, trial) else Finding(invariant, str(error), trial.batch)
         return None
 
     def _is_noise(self, invariant: Invariant, trial: Trial) -> bool:
@@ -289,6 +298,12 @@ class Examination:
             return False
         self.report.notes = sorted({*self.report.notes, noisy.note})
         return True
+
+
+def _may_be_slow(error: Broken | RankError) -> bool:
+    """Return whether a time-out ended while a rank computed or imported: on a busy machine that is no hang."""
+    timeout = error.__cause__ if isinstance(error, Broken) else error
+    return isinstance(timeout, WorldTimeout) and any(x.collective is None for x in timeout.stuck.values())
 
 
 def _applies(invariant: Invariant, batch: GlobalBatch) -> bool:

@@ -29,7 +29,8 @@ from contrastive_zoo.testing.invariants import (
 from contrastive_zoo.testing.loss_evidence import LossEvidence
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.mistakes import FACTS, MISTAKES, NOT_RECOGNISED, SIGNATURES, Diagnosis, diagnose, negated
-from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.testing.stacks import Where
+from contrastive_zoo.testing.worlds import Worlds, WorldTimeout
 from tests.helpers import EVERY_CASE
 from tests.testing.known_losses import RIGHT_LOSSES, WRONG_LOSSES, Known
 from tools.gallery.recipe import GALLERY, DenseInfoNCE, Recipe, make
@@ -165,6 +166,26 @@ def test_a_first_call_that_takes_long_lets_later_ones_take_as_long(
     assert examine(lambda: cz.DistributedLoss(cz.SupCon()), world_sizes=(1, 2), worlds=impatient).ok
     assert timeouts == [before + 2 * 2 * (100.0 - check.SHORT_CALL)]
     assert impatient.timeout == before
+
+
+@pytest.mark.parametrize(("collective", "is_right"), [(None, True), ("all_gather", False)])
+def test_ranks_that_are_slow_are_given_more_time_and_those_that_hang_are_not(
+    collective: str | None, is_right: bool, impatient: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every first job of several ranks constructs the loss, so that imports count into no batch."""
+    run, short, jobs = impatient.run, impatient.timeout, list[tuple[int, str]]()
+
+    def slow(size: int, job: Any, *args: Any, timeout: float | None = None, **more: Any) -> Any:
+        jobs.append((size, job.__name__))
+        if size > 1 and job is measurement.measure and impatient.timeout == short:
+            raise WorldTimeout("no answer", {}, {0: Where(collective, "model.py:1 in <module>")})
+        return run(size, job, *args, timeout=timeout, **more)
+
+    monkeypatch.setattr(impatient, "run", slow)
+    report = examine(lambda: cz.DistributedLoss(cz.SupCon()), world_sizes=(1, 2, 3), worlds=impatient, max_examples=5)
+    assert report.ok is is_right
+    assert impatient.timeout == short
+    assert [next(job for size, job in jobs if size == of) for of in (1, 2, 3)] == ["_call_form"] * 3
 
 
 def test_values_are_compared_in_64_bits(worlds: Worlds) -> None:
