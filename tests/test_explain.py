@@ -329,6 +329,11 @@ def test_a_loss_refuses_its_arguments_itself() -> None:
         cz.explain(cz.NTXent(), x, x, world_size=0)
 
 
+def test_negatives_count_as_candidates() -> None:
+    x = meta(8, 4)
+    assert "8 × 13 similarities" in str(cz.explain(cz.InfoNCE(), x, x, meta(5, 4)))
+
+
 def test_nothing_is_computed() -> None:
     loss = cz.TiCo(embedding_size=16)
     cz.explain(loss, meta(8, 16), meta(8, 16), world_size=4)

@@ -93,20 +93,6 @@ def test_a_table_of_times_decides_where_kernels_start() -> None:
         assert f"| {loss} | {' | '.join([*cells[:2], 'not measured', 'not measured', *cells[2:]])} |" in page
 
 
-def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def count(caller: str, needs: Needs, situation: Situation) -> Plan:
-        seen.append((situation.count(needs.anchors), situation.count(needs.candidates)))
-        return choose(caller, needs, situation)
-
-    monkeypatch.setattr(plan, "choose", count)
-    monkeypatch.setattr(plan, "_planned", plan._planned.__wrapped__)  # which remembers nothing
-    for negatives in ([], [torch.ones(3, 2)]):
-        cz.InfoNCE()(torch.eye(2), torch.eye(2), *negatives)
-    assert seen == [(2, 2), (2, 5)]
-
-
 @pytest.fixture
 def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestions, "ASKED", set())
