@@ -51,7 +51,7 @@ def labelled(labels: Tensor) -> Callable[[Entry], list[Tensor] | None]:
 
 def wide(entry: Entry) -> list[Tensor] | None:
     """Four embeddings of 65,536 numbers; None for losses that hold a matrix of width times width."""
-    of_moments = ("VICReg", "Barlow", "TiCo", "Orthogonal", "Matryoshka")
+    of_moments = ("VICReg", "Barlow", "TiCo", "Orthogonal", "Matryoshka", "Cyclic")
     return None if entry.name.startswith(of_moments) else ordinary(entry, 4, 2**16)
 
 
