@@ -19,7 +19,6 @@ from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 from tests.helpers import assert_says, later, numbers, rank, refused
-from tests.random_steps.user_code import HidesInCompute, HidesInRows, OfAGenerator, of_a_generator
 from tests.test_roles import Phases
 
 Wrap = Callable[..., Callable[..., Any]]
@@ -138,14 +137,6 @@ def split(loss: Any, *arguments: Any, ring: bool = False, **named: Any) -> None:
     """A call of which each rank computes a part."""
     with splitting(always=True):
         cz.DistributedLoss(loss, ring=ring)(*arguments, **named)
-
-
-def hiding(kind: Any, **changes: Any) -> None:
-    """Steps of a user's loss of which each rank computes a part: what it hides is equal on every rank."""
-    loss_fn = cz.DistributedLoss(later(kind(), **changes))
-    with splitting(always=True):
-        for n in (3, 5, 4, 6):
-            loss_fn(z(n + rank(), dtype=torch.float64), y(n + rank())).backward()
 
 
 MOCO = cz.InfoNCE(in_batch_negatives=False)
@@ -308,10 +299,6 @@ BETWEEN: list[tuple[int, Callable[[], Any], str]] = [
         lambda: wrapped(lambda a, b: (a @ b.T).sum(), x := z(), last(x.clone(), x)),
         "ranks disagree on which arguments are one tensor",
     ),
-    *((2, lambda x=x: hiding(HidesInRows, noise=x()), "the same anchor") for x in (of_a_generator, OfAGenerator)),
-    (2, lambda: hiding(HidesInCompute, noise=of_a_generator()), "the same samples"),
-    (2, lambda: hiding(HidesInCompute, noise=torch.rand_like), "If compute() draws random numbers … whole=True"),
-    (2, lambda: hiding(HidesInCompute, shares="no"), "batch.shared(parameter)"),
     *((2, lambda make=make: in_one_step(make), "open_step") for make in (lambda: cz.DINO(3), lambda: memory(MOCO))),
     (2, recomputed_in_one_step, "a backward pass computes the loss again"),
     (

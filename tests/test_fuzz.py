@@ -166,9 +166,11 @@ def internal_error(target: Target, arguments: Mapping[str, Any]) -> str | None:
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             is_refused = isinstance(error, (ValueError, TypeError)) and _is_in_words(error, frames)
-            if not is_refused and not _is_of_the_caller(error, frames):
-                return f"{type(error).__name__} in {Path(frames[-1].filename).name}: {error}"
-    return None
+            if is_refused or _is_of_the_caller(error, frames):
+                return None
+            return f"{type(error).__name__} in {Path(frames[-1].filename).name}: {error}"
+    mismatch = _mismatch(target, arguments)
+    return mismatch and f"silent broadcast: {mismatch}"
 
 
 def _is_in_words(error: Exception, frames: traceback.StackSummary) -> bool:
@@ -185,6 +187,20 @@ def _is_of_the_caller(error: Exception, frames: traceback.StackSummary) -> bool:
     return of_argument or type(error).__name__ == "TypeCheckError"
 
 
+def _mismatch(target: Target, arguments: Mapping[str, Any]) -> str | None:
+    """Which tensors of a call that returned do not fit: dimensions that have n samples, or the width, differ now."""
+    sizes: dict[int, tuple[str, int]] = {}
+    for name, x in arguments.items():
+        valid = target.arguments.get(name)
+        if not isinstance(x, Tensor) or not isinstance(valid, Tensor) or x.ndim != valid.ndim:
+            continue
+        for before, size in zip(valid.shape, x.shape, strict=True):
+            other, known = sizes.setdefault(before, (name, size))
+            if size != known and before in (SAMPLES, WIDTH):
+                return f"{name} {list(x.shape)} beside {other}, where {before} is {known}"
+    return None
+
+
 @pytest.mark.parametrize("name", sorted(TARGETS))
 @settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(st.data())
@@ -194,6 +210,8 @@ def test_nonsense_is_answered_in_words(name: str, data: st.DataObject) -> None:
     assert internal_error(target, data.draw(calls(target))) is None
 
 
-def test_an_internal_error_is_noticed() -> None:
+def test_an_internal_error_and_a_silent_broadcast_are_noticed() -> None:
     target = Target(lambda x: cz.World.of(cz.World()).shards(x), {"x": 1})
     assert (internal_error(target, {"x": object()}) or "").startswith("TypeError in world.py")
+    target = Target(lambda rows, labels: rows + labels[:, None], {"rows": Z, "labels": LABELS})
+    assert (internal_error(target, {"rows": Z, "labels": torch.ones(1)}) or "").startswith("silent broadcast")

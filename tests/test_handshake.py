@@ -1,11 +1,8 @@
 """The exchange that opens a step: what follows its header, and what it ends in."""
 
-import itertools
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +23,6 @@ from contrastive_zoo.ranks.fingerprint import (
     norm_and_sketch,
 )
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
-from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import error_message, numbers
@@ -230,33 +226,6 @@ def test_equal_arguments_are_those_of_all_ranks_and_copies_those_of_two() -> Non
     assert equal((a, labels), (b, labels)) == ({"y": REPEATED}, [])
     assert equal((signs, labels), (signs, labels), (a, labels)) == ({"y": REPEATED}, [])
     assert equal((signs, labels), (signs, labels)) == ({"x": REPEATED, "y": REPEATED}, [0, 1])
-
-
-NUMBERED = r"which is wrapper number (\d) of this process; .* which is wrapper number (?!\1)\d of this process"
-OUT_OF_STEP = {
-    "first calls": NUMBERED,
-    "later calls": NUMBERED,
-    "backward passes": "rank 0 is in the backward pass of NTXent, .* rank 1 is in the backward pass of NTXent",
-}
-
-
-@pytest.mark.parametrize("what", OUT_OF_STEP)
-def test_ranks_that_call_two_wrappers_in_other_orders_are_told_so(what: str, worlds: Worlds) -> None:
-    def job() -> str | None:
-        group, order = dist.new_group(), slice(None, None, -1 if dist.get_rank() else 1)  # the group is lost
-        with patch("contrastive_zoo.wrapper.call_history._made", itertools.count(1)):
-            wrappers = [cz.DistributedLoss(cz.NTXent(), process_group=group) for _ in range(2)]
-        rows = [numbers(4, 3, seed=2 * dist.get_rank() + view).requires_grad_() for view in range(2)]
-        calls: list[Any] = [partial(call, *rows) for call in wrappers]
-        with splitting(always=True):
-            if what != "first calls":
-                values = [call() for call in calls]
-                calls = [value.backward for value in values] if what == "backward passes" else calls
-            return error_message(lambda: [call() for call in calls[order]], cz.CommunicationError)
-
-    one, other = worlds.run(2, job)
-    assert one == other
-    assert re.search(OUT_OF_STEP[what], str(one)), one
 
 
 def test_the_order_of_names_does_not_matter(worlds: Worlds) -> None:

@@ -1,4 +1,4 @@
-"""Everything that one rank can change before a step: each is undone afterwards."""
+"""Everything that one rank can change before a step, or all ranks in code of the user's: each is undone afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from tests.random_steps.user_code import Hides, OfAGenerator, of_a_generator, times
+from tests.random_steps.user_code import Hides, HidesInCompute, OfAGenerator, of_a_generator, times
 
 Put = Callable[[Any], Any]
 Rows = Callable[[list[Tensor]], list[Tensor]]
@@ -26,12 +26,13 @@ class Change(NamedTuple):
     made: Callable[[], AbstractContextManager[object]] = nullcontext
     of_rows: Rows = lambda rows: rows
     hidden: bool = False  # ranks cannot read it: they may refuse one or two steps later
+    right: bool = True  # whether steps are right if all ranks make it; otherwise they may refuse
 
 
 def changes_of(wrapper: cz.DistributedLoss) -> list[list[Change]]:
     """Return all changes of one rank, in groups."""
     loss = wrapper.loss
-    groups = [_of_rows(loss), _of_surroundings(), _of_wrapper(wrapper), _of_user_code(loss)]
+    groups = [_of_rows(loss), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss)]
     if isinstance(loss, nn.Module):
         groups += [_of_module(path or "the loss", module) for path, module in loss.named_modules()]
     else:
@@ -39,13 +40,16 @@ def changes_of(wrapper: cz.DistributedLoss) -> list[list[Change]]:
     return [*filter(None, map(list, groups))]
 
 
-def _of_user_code(loss: Any) -> Iterator[Change]:
-    """Yield what ranks cannot read: a hidden number, and private generators."""
+def of_user_code(loss: Any) -> Iterator[Change]:
+    """Yield what ranks cannot read: a hidden number, private generators, and a parameter that is not shared."""
     if isinstance(loss, Hides):
         hide = partial(loss.hidden.__setitem__, "a closure")
         yield Change("a number in a closure", _put(hide, times(1.1), times(1.0)), hidden=True)
         for kind, noise in (("hidden", of_a_generator()), ("held", OfAGenerator())):
-            yield Change(f"noise of a {kind} generator", _attribute(loss, "noise", noise), hidden=True)
+            yield Change(f"noise of a {kind} generator", _attribute(loss, "noise", noise), hidden=True, right=False)
+    if isinstance(loss, HidesInCompute):  # rows draw from streams that ranks synchronise
+        yield Change("noise of torch.rand", _attribute(loss, "noise", torch.rand_like), hidden=True, right=False)
+        yield Change("an unshared parameter", _attribute(loss, "shares", "no"), hidden=True, right=False)
 
 
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {

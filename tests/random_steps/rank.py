@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from tests.helpers import EXACT, distance
-from tests.random_steps.changes import Change, Rows, changes_of
+from tests.random_steps.changes import Change, Rows, changes_of, of_user_code
 from tests.random_steps.losses import LOSSES, Loss, global_rows, local_rows
 
 Action = tuple[str, Mapping[str, Any]]
@@ -26,6 +27,7 @@ Batch = tuple[int, ...]
 How = Literal["", "second wrapper", "subgroup", "one step", "checkpoint", "reentrant checkpoint", "no_grad", "eval"]
 Backward = Literal["each", "together", "twice", "none"]
 Precision = Literal["float64", "float32", "autocast"]
+Swapped = Literal["first calls", "later calls", "backward passes"]
 Numbers = dict[str, list[Tensor]]
 Run, Local = Callable[..., Tensor], Callable[[list[Tensor], Batch], list[Tensor]]
 
@@ -155,26 +157,33 @@ class Rank:
         self.wrapper = self.wrapped()
         self.wrapper.load_state_dict(state)
 
-    def change(self, batches: Sequence[Batch], *, group: int = 0, number: int = 0, what: str = "") -> None:
-        """The last rank changes something before the first of these steps.
+    def change(
+        self, batches: Sequence[Batch], *, group: int = 0, number: int = 0, what: str = "", everywhere: bool = False
+    ) -> None:
+        """The last rank, or every rank and the twin, changes something before the first of these steps.
 
         All ranks are right, or refuse it with the same words: at once, or soon if they cannot read it. After a refusal at
         once the change is undone, and the training goes on.
         """
-        groups = changes_of(self.wrapper)
+        groups = [[*of_user_code(self.loss)]] if everywhere else changes_of(self.wrapper)
         drawn = groups[group % len(groups)]
         change = next((x for of in groups for x in of if x.what == what), drawn[number % len(drawn)])
         assert what in ("", change.what), f"no such change; these are there: {[x.what for of in groups for x in of]}"
         undo = self.stack.enter_context(ExitStack())
+        if everywhere:
+            undo.enter_context(next(x.made for x in of_user_code(self.twin) if x.what == change.what)())
         moves = self.kind.user_code and self.kind.remembers  # a state, on every rank, in unknown ways
         may_be_late, wrong = change.hidden or self.hooked or moves, ""
         with patch("contrastive_zoo.wrapper.call_history._FIRST_CALLS", 10**9):  # of which ranks compare the behaviour
             for index, batch in enumerate(batches):
-                ends = self._ends(batch, change if index == 0 and _is_last() else Change(""), undo)
+                made = change if index == 0 and (everywhere or _is_last()) else Change("")
+                ends = self._ends(batch, made, undo, everywhere)
                 kinds, texts = {kind for kind, _ in ends}, [text for _, text in ends]
                 if kinds == {"refused"}:
                     assert len(set(texts)) == 1, f"{change.what}: ranks refuse with different words: {texts}"
                     assert index == 0 or may_be_late, f"{change.what}: refused {index} steps late: {texts[0]}"
+                    is_right = everywhere and change.right
+                    assert not is_right, f"{change.what}: equal on all ranks, and refused: {texts[0]}"
                     self.ends.append(texts[0])
                     self.is_over = moves or index > 0 or not texts[0].startswith(("ValueError", "TypeError"))
                     undo.close()
@@ -184,12 +193,30 @@ class Rank:
                 wrong = wrong or max(texts)
         assert not wrong, f"{change.what}: never refused: {wrong}"
         self.ends.append("right")
+        self.is_over = not everywhere
+        if everywhere:
+            undo.close()
+
+    def swap(self, what: Swapped) -> None:
+        """The last rank calls the second of two wrappers first, or runs its backward pass first: all ranks are told so."""
+        group, order = dist.new_group(), slice(None, None, -1 if _is_last() else 1)  # the group is lost
+        with patch("contrastive_zoo.wrapper.call_history._made", itertools.count(1)):
+            wrappers = [self.wrapped(process_group=group) for _ in range(2)]
+        shards = (4,) * dist.get_world_size()
+        whole = global_rows(self.kind, sum(shards), self.seed, self.dtype)
+        rows = [x.requires_grad_(x.is_floating_point()) for x in local_rows(self.kind, whole, shards, dist.get_rank())]
+        try:
+            values = [call(*rows) for call in wrappers] if what != "first calls" else []
+            for x in (values if what == "backward passes" else wrappers)[order]:
+                x.backward() if what == "backward passes" else x(*rows)
+        except cz.CommunicationError as error:
+            self.ends.append(str(error))
         self.is_over = True
 
-    def _ends(self, batch: Batch, change: Change, undo: ExitStack) -> list[tuple[str, str]]:
+    def _ends(self, batch: Batch, change: Change, undo: ExitStack, everywhere: bool) -> list[tuple[str, str]]:
         """Make the change and take a step; return how it ended on each rank: right, wrong or refused, and the words."""
-        before = copy.deepcopy(self.twin)
-        calls, end = Calls(self, self._seeded([batch])), ("right", "")
+        before = self.twin if everywhere else copy.deepcopy(self.twin)
+        calls, end = Calls(self, self._seeded([batch]), draws="noise" in change.what), ("right", "")
         wanted = calls.on_one_process()
         undo.enter_context(change.made())
         if wanted is not None:
@@ -241,6 +268,7 @@ class Calls:
     how: How = ""
     backward: Backward = "each"
     group: Any = None
+    draws: bool = False  # private random numbers, which plain formulas draw in another order
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -284,10 +312,11 @@ class Calls:
 
     def _of_twin(self, loss: Any, dtype: torch.dtype) -> Numbers:
         autocast = self.of.precision == "autocast" and dtype == torch.float32
+        formulas = nullcontext if self.draws else cz.engine.plain_formulas
         miner = self.of.kind.wrapper().get("miner")
 
         def run(*rows: Tensor) -> Tensor:
-            with cz.engine.plain_formulas(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with formulas(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 value: Tensor = loss(*rows, *([miner(*rows)] if miner else []))
             return value
 

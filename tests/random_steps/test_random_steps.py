@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch.distributed as dist
@@ -16,8 +16,9 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks.handshake import shake_hands
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tests.helpers import EVERY_CASE
+from tests.random_steps.changes import of_user_code
 from tests.random_steps.losses import LOSSES, OF_ZOO, can_ring
-from tests.random_steps.rank import Action, Played, limits, play
+from tests.random_steps.rank import Action, Played, Swapped, limits, play
 
 THRESHOLDS = {
     "contrastive_zoo.engine.plan:SMALL_MATRIX": (2**18, -1, 12),
@@ -63,6 +64,8 @@ def actions(name: str, world_size: int) -> st.SearchStrategy[Action]:
         action("make_again", on=["all", "one"], how=["wrapper", "deepcopy", "state_dict"][: 1 if loss.user_code else 3]),
         *[action("change", batches=several, group=st.integers(0, 9), number=st.integers(0, 99))] * 3,
     ]  # fmt: skip
+    if name.startswith("hides"):
+        drawn += [action("change", batches=several, number=st.integers(0, 99), everywhere=[True])] * 2
     if not loss.user_code:
         drawn += [action("set_precision", precision=["float64", "float32", "autocast"])]
         drawn += [action("set_setting", value=loss.setting[1])] if loss.setting else []
@@ -176,6 +179,7 @@ def test_a_program_is_right(name: str, worlds: Worlds) -> None:
 
 
 HOOKS = "with hooks or a forward of its own"
+NUMBERED = r"which is wrapper number (\d) of this process; .* which is wrapper number (?!\1)\d of this process"
 DIFFERENCES = {
     ("memory of SupCon", "the first number of memory.embeddings"): "memory.embeddings has norm",
     ("Held", "the loss.table['a'][0] grows"): "rank 1",
@@ -192,15 +196,34 @@ DIFFERENCES = {
     ("hides in compute", "a number in a closure"): "the same samples",
     ("hides in rows", "a number in a closure"): "the same anchor",
     ("closure", "power grows"): "its last value came out differently",
+    ("NTXent", "first calls"): NUMBERED,
+    ("NTXent", "later calls"): NUMBERED,
+    ("NTXent", "backward passes"): "rank 0 is in the backward pass of NTXent, .* rank 1 is in the backward pass of NTX",
 }
-"""What the last of two ranks changes of a loss, with words of all ranks' error; the search has other changes."""
+"""What the last of two ranks changes of a loss or swaps, with words of all ranks' error; the search has other changes."""
 
 
 @pytest.mark.parametrize(("name", "what"), DIFFERENCES)
 def test_a_difference_between_ranks_is_named(name: str, what: str, worlds: Worlds) -> None:
-    thresholds = SHARED if "hides" in name or list(DIFFERENCES).index((name, what)) % 2 else {}
-    (said,) = played(worlds, (2, name, thresholds, [*steps()[:2], change(what), *steps()])).ends
+    swaps = what in get_args(Swapped)
+    thresholds = SHARED if swaps or "hides" in name or list(DIFFERENCES).index((name, what)) % 2 else {}
+    action = ("swap", {"what": what}) if swaps else change(what)
+    (said,) = played(worlds, (2, name, thresholds, [*steps()[:2], action, *steps()])).ends
     assert re.search(DIFFERENCES[name, what], said), said
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["hides in rows", "hides in compute"])
+def test_code_of_the_user_that_is_equal_on_all_ranks(name: str, shared: bool, worlds: Worlds) -> None:
+    """Hidden numbers are right; private generators and unshared parameters where each rank computes everything.
+
+    Generators of all ranks stay in step while their shards are equal.
+    """
+    for what, right in [(x.what, x.right) for x in of_user_code(LOSSES[name].make())]:
+        for even in ({}, {"batches": [(3, 3)] * 4}):
+            program = [*steps()[:1], change(what, everywhere=True, **even)]
+            (end,) = played(worlds, (2, name, SHARED if shared else {}, program)).ends
+            assert (end == "right") == (right or not shared), (what, even, end)
 
 
 call = cz.DistributedLoss.forward
@@ -250,6 +273,12 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], str, list[Action], str]]
         "the loss.scale grows: [",
     ),
     "behaviour is not compared": (RESULTS, "hides in rows", [change("a number in a closure")], "never refused"),
+    "gradients are not compared": (
+        RESULTS,
+        "hides in compute",
+        [change("an unshared parameter", everywhere=True)],
+        "never refused: gradient of the loss's parameters",
+    ),
     "ranks refuse with different words": (
         {"contrastive_zoo.wrapper.step.shake_hands": handshake_that_names_its_rank},
         "Clip",
