@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.worlds import Worlds
+from tests.digits import add_up
 from tests.helpers import close, drawn, error_message, local_shard, numbers, rank, refused
 
 N, D = 7, 3
@@ -280,6 +283,29 @@ def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
             gc.enable()
 
     assert worlds.run(2, step) == [0, 0]
+
+
+def test_a_loss_in_ddp_whose_hook_sums_gets_the_sum_of_its_gradients(worlds: Worlds) -> None:
+    """With grad_reduction="sum" each rank has a share: without DDP's forward pass no hook would add them up."""
+
+    def temperature_gradient(rows: Tensor, labels: Tensor) -> Tensor:
+        loss: Any = cz.SupCon(temperature=cz.LearnableTemperature(0.5)).double()
+        if dist.is_initialized():
+            loss = DistributedDataParallel(loss)
+            loss.register_comm_hook(None, add_up)
+        cz.DistributedLoss(loss, grad_reduction="sum")(rows, labels).backward()
+        (parameter,) = loss.parameters()
+        assert parameter.grad is not None
+        return parameter.grad
+
+    rows = numbers(N, D, seed=1)
+    expected = temperature_gradient(rows, LABELS)
+
+    def job() -> Tensor:
+        return temperature_gradient(local_shard(rows, (3, 4)), local_shard(LABELS, (3, 4)))
+
+    for gradient in worlds.run(2, job):
+        close(gradient, expected)
 
 
 def test_attributes_of_the_loss_are_set_through_the_wrapper() -> None:
