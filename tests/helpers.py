@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
+from tools.peer_losses import packages
 
 EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 """Whether tests run every combination of their cases, as ``make search`` does; otherwise a part of them."""
@@ -108,6 +110,14 @@ def later(loss: Any, **settings: Any) -> Any:
     for name, value in settings.items():
         setattr(loss, name, value)
     return loss
+
+
+def peer(path: str) -> Any:
+    """Return a class of a library of which the wheel alone is there."""
+    module, _, name = path.rpartition(".")
+    if not (packages.FOLDER / path.partition(".")[0]).exists():
+        pytest.skip(f"{path} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test-all` installs it")
+    return getattr(packages.loaded(module), name)
 
 
 def error_message(

@@ -165,9 +165,11 @@ class Shared(NamedTuple):
     """A parameter that each rank uses for its own embeddings: its gradients are added up."""
 
     bytes: int
+    rows: Names = ()  # whose embeddings of all ranks have so many bytes each
 
     def note(self, to: Ledger) -> None:
-        to.sum("gradient of a parameter", self.bytes, backward=True)
+        size = self.bytes * (to.shards(self.rows).total if self.rows else 1)
+        to.sum("gradient of a parameter", size, backward=True)
 
 
 class Gathered(NamedTuple):

@@ -37,6 +37,7 @@ from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, IBOT, NegativeCosine, SwAV
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
+from contrastive_zoo.losses.sogclr import SogCLR
 from contrastive_zoo.losses.sparse import FLOPS
 from contrastive_zoo.losses.speakers import GE2E, AngularPrototypical
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
@@ -52,7 +53,7 @@ __all__ = [
     "MagFace", "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue",
     "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent", "NegativeCosine", "NormalizedSoftmax",
     "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor", "ProxyNCA", "RDMReg", "RankNContrast", "RankedList",
-    "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple", "SupCon", "SwAV",
+    "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple", "SogCLR", "SupCon", "SwAV",
     "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "VISReg", "WeightedSum",
 ]  # fmt: skip
 

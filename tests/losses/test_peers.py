@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 import contrastive_zoo as cz
-from tests.helpers import EXACT, assert_same, drawn, numbers
-from tools.peer_losses import packages
+from tests.helpers import EXACT, assert_same, drawn, numbers, peer
 
 pytestmark = pytest.mark.peers
 
@@ -237,14 +236,6 @@ OF_METRICS: dict[str, Peer] = {
     ),
     "SphereFace": Peer(partial(of_weights, partial(cz.LargeMarginSoftmax, normalize_weights=True), pml.SphereFaceLoss)),
 }  # fmt: skip
-
-
-def peer(path: str) -> Any:
-    """Return a class of a library of which the wheel alone is there."""
-    module, _, name = path.rpartition(".")
-    if not (packages.FOLDER / path.partition(".")[0]).exists():
-        pytest.skip(f"{path} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test-all` installs it")
-    return getattr(packages.loaded(module), name)
 
 
 def lightly(path: str, ours: Loss, views: int = 2, **settings: Any) -> Peer:

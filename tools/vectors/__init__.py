@@ -90,7 +90,8 @@ def make_loss(case: Case) -> Loss:
         torch.default_generator.manual_seed(0)
         loss: Loss = cls(**copy.deepcopy(case.settings))
     may_be_learnt = "Tensor" in str(get_type_hints(cls).get("temperature"))
-    if may_be_learnt and isinstance(loss.temperature, float):
+    by_sample = hasattr(loss, "temperatures")  # each sample has its own
+    if may_be_learnt and not by_sample and isinstance(loss.temperature, float):
         loss.temperature = nn.Parameter(torch.tensor(loss.temperature))
     return loss.double()
 
