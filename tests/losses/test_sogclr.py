@@ -15,8 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, local_shard, numbers
-from tests.losses.test_peers import peer
+from tests.helpers import close, common_error, local_shard, numbers, peer
 from tests.losses.zoo_sogclr import averages, estimated, means
 from tests.zoo import unit
 
