@@ -68,7 +68,8 @@ def evaluate(case: Case) -> tuple[dict[str, Any], dict[str, Array]]:
     with _float64():
         loss = make_loss(case)
         if any(True for _ in loss.buffers()):  # a first call moves the state away from zero
-            loss(*map(torch.from_numpy, case.arguments(draw=1).values()))
+            with contrastive_zoo.engine.plain_formulas():
+                loss(*map(torch.from_numpy, case.arguments(draw=1).values()))
         arrays = {f"argument.{name}": x for name, x in arguments.items()}
         arrays |= {f"parameter.{name}": _array(x) for name, x in loss.named_parameters()}
         arrays |= {f"buffer.{name}": _array(x) for name, x in loss.named_buffers()}
