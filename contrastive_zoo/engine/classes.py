@@ -101,7 +101,7 @@ class ClassPairs:
         (rows, targets), centers = self._compared, self.centers.detach()
         held = (targets >= 0) & (targets < len(centers))
         of_targets = centers[targets.where(held, 0)] if len(centers) else rows.detach()[:, None]
-        s = torch.linalg.vecdot(of_targets, rows.detach()[:, None]).amax(1).where(held, 0)
+        s = (of_targets * rows.detach()[:, None]).sum(2).amax(1).where(held, 0)  # autocast would round a vecdot
         return s if self.class_shards is None else self.batch.sum(s, gradient="complete")[self.batch.samples.local]
 
     def log1p_sum_exp_by_class(
