@@ -265,8 +265,12 @@ def _(x: Any) -> None:
     """Every rank loads the same batches, and takes its part of each."""
     torch.manual_seed(x.rank)
     x.load(Views())
-    parts = lambda views: (y.tensor_split(x.world_size)[x.rank] for y in views)  # noqa: E731 - of two lines
-    x.loss = lambda *views: OpenClip.loss(x, *(y + torch.randn_like(y) for y in parts(views)))
+
+    def loss(*views: Tensor) -> Tensor:
+        parts = (y.tensor_split(x.world_size)[x.rank] for y in views)
+        return OpenClip.loss(x, *(y + torch.randn_like(y) for y in parts))
+
+    x.loss = loss
 
 
 @variant("one shard, with noise in the loop", "same shard", base=OpenClip)

@@ -1,4 +1,4 @@
-"""Numbers that nobody here computed: of optax in JAX, of open-metric-learning and scikit-learn, and a published table.
+"""Losses and metrics beside other programs: optax in JAX, open-metric-learning, scikit-learn, and a published table.
 
 Gradients of optax's losses are those of JAX's automatic differentiation.
 """

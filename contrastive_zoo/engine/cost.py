@@ -165,7 +165,7 @@ class Shared(NamedTuple):
     """A parameter that each rank uses for its own embeddings: its gradients are added up."""
 
     bytes: int
-    rows: Names = ()  # whose embeddings of all ranks have so many bytes each
+    rows: Names = ()  # if there are any, ``bytes`` are those of one of their embeddings, and all ranks' count
 
     def note(self, to: Ledger) -> None:
         size = self.bytes * (to.shards(self.rows).total if self.rows else 1)

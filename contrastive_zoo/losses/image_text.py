@@ -59,8 +59,7 @@ class CyclicConsistency(Loss, engine="statistics"):
 
         loss = λ/N Σ_ij (x_i·y_j − x_j·y_i)²  +  μ/N Σ_ij (x_i·x_j − y_i·y_j)²
 
-    computed from sums over samples of products of features, so that no N × N matrix is needed. CyCLIP is
-    ``WeightedSum([Clip(), CyclicConsistency()])``.
+    It takes sums of products of features, and no N × N matrix. CyCLIP is ``WeightedSum([Clip(), CyclicConsistency()])``.
 
     Args:
         cross_modal: λ ≥ 0.

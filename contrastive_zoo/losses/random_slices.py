@@ -37,7 +37,7 @@ class _Sliced(Loss, Stateful, engine="statistics"):
 
     def spread(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         """Return the mean over views of how far prepared embeddings are from a distribution."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define spread(batch, z).")
 
     def move(self, calls: Sequence[None]) -> None:
         self.step.add_(1)

@@ -178,9 +178,9 @@ class IBOT(DINO):
 
         loss_i = − mean_{a∈M(i)} Σ_k softmax_k((g_a − c) / τ_t) log softmax_k(s_a / τ_s)
 
-    An image without masked patches has the loss 0, and counts in the mean over images. The centre, or with
-    ``centering="sinkhorn"`` the balanced assignment, is that of :class:`DINO`, of the masked patches of all ranks. Equal on
-    one process to lightly's IBOTPatchLoss, and to ``forward_masked`` of DINOv2 and DINOv3.
+    An image without masked patches has the loss 0, and counts in the mean over images. The masked patches of all ranks move
+    the centre, as outputs do in :class:`DINO`; ``centering="sinkhorn"`` balances them instead. Equal on one process to
+    lightly's IBOTPatchLoss, and to ``forward_masked`` of DINOv2 and DINOv3.
 
     Called as ``loss(student, teacher, counts)``:
 

@@ -32,8 +32,8 @@ class _CentroidLoss(LabelledLoss, engine="rows"):
 
 
 class _Classes(NamedTuple):
-    sums: Float[Tensor, "n d"]  # of all ranks' embeddings of each local one's class
-    counts: Int[Tensor, " N"]  # the number of these, of each embedding of all ranks
+    sums: Float[Tensor, "n d"]  # for each local embedding, the sum of all ranks' embeddings of its class
+    counts: Int[Tensor, " N"]  # for each embedding of all ranks, the size of its class
     is_last: Bool[Tensor, " N"]  # whether an embedding is the last one of its class
 
     @classmethod
@@ -53,8 +53,8 @@ class GE2E(_CentroidLoss):
 
         loss = mean_i [ log( exp(x_i) + Σ_{k≠y_i} exp(cos(z_i, c_k) / t) )  −  x_i ],      x_i = cos(z_i, m_i) / t
 
-    over the embeddings whose class has others. The softmax variant of the paper, which adds up the losses; its w is
-    1/t, and its b cancels.
+    over the embeddings whose class has others. This is the paper's softmax variant, with a mean in place of its sum. The
+    paper's w is 1/t, and its b cancels.
 
     Args:
         temperature: t > 0; 0.1 is the paper's first w of 10. A tensor or module is learnable.

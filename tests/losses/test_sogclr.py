@@ -78,7 +78,7 @@ class OfLocalSamples(cz.SogCLR):
 
 
 class WithoutEstimate(cz.SogCLR):
-    """The gradient is that of log u itself."""
+    """It differentiates log u, whose derivative by g is γ / u."""
 
     def compute(self, batch: Batch) -> Tensor:
         value = super().compute(batch)
