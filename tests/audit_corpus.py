@@ -1,14 +1,8 @@
-"""Right and wrong trainings of the audit: the cross product of the parts of tests/audit_parts.py.
+"""Right and wrong trainings of the audit: the cross product of the parts of tests/audit_parts.py."""
 
-``python -m tests.audit_corpus`` audits them and prints the table; words choose: ``right``, ``wrong``, ``-W 3``, ``FSDP2``
-"""
-
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from contrastive_zoo.testing.report import WorldReport
 from tests.audit_loops import Parts
 from tests.audit_parts import AUGMENTATIONS, ENCODERS, SCHEDULES, VALIDATIONS
 
@@ -110,42 +104,3 @@ TRAININGS = {f"{x}{' (wrong)' * bool(x.mistake)}": x for x in [*RIGHT, *WRONG]}
 
 def run(name: str) -> None:
     TRAININGS[name].train()
-
-
-def judgement(parts: Parts, report: WorldReport) -> str:
-    """Return one word for the verdict of an audit, and the words of the audit behind it."""
-    names = [x.mistake for x in report.findings]
-    said = "; ".join([*names, *report.not_compared, *filter(None, [report.problem])])[:300]
-    if not parts.mistake:
-        return {True: "same", False: "CALLED WRONG", None: "not compared"}[report.ok] + f": {said}"
-    noted = any(x.startswith(parts.mistake) for x in report.notes)
-    word = "named" if parts.mistake in names else "noted" if noted else "misnamed" if names else "missed"
-    return f"{'fallback' if names == ['not recognised'] else word}: {said}"
-
-
-# What each process of an audit would import by itself
-IMPORTS = ["tests.audit_corpus", "accelerate", "transformers.trainer", "lightning", "lightning.fabric"]
-
-
-def main(*words: str) -> None:
-    from contrastive_zoo.testing._rank import prepared_forkserver
-    from tests.audit_trainings import audit_apart
-
-    processes = 3 if "3" in words else 2
-    words = tuple(x for x in words if x not in ("-W", "2", "3"))
-    counts: dict[str, Counter[str]] = {"right": Counter(), "wrong": Counter()}
-    with prepared_forkserver(IMPORTS):
-        pass  # the fork server lives on
-    for name, parts in TRAININGS.items():
-        kind = "wrong" if parts.mistake else "right"
-        if all(x in (kind, parts.trainer) or x in name for x in words):
-            report = audit_apart(__spec__.name, name, processes=processes)
-            word = judgement(parts, report)
-            counts[kind][word.partition(":")[0]] += 1
-            print(f"{report.seconds:5.1f} s  {kind}  {name:60} {word}", flush=True)
-    for kind, of_kind in counts.items():
-        print(f"W = {processes}, {kind}: {', '.join(f'{count} {word}' for word, count in of_kind.items())}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -139,6 +139,13 @@ def split(loss: Any, *arguments: Any, ring: bool = False, **named: Any) -> None:
         cz.DistributedLoss(loss, ring=ring)(*arguments, **named)
 
 
+def monitored(*, on_all: bool = True, every: int = 50) -> None:
+    loss = cz.DistributedLoss(cz.NTXent())
+    if on_all or rank():
+        cz.Monitor(loss, every=every)
+    loss(z(), z(seed=20))
+
+
 MOCO = cz.InfoNCE(in_batch_negatives=False)
 
 
@@ -318,6 +325,10 @@ BETWEEN: list[tuple[int, Callable[[], Any], str]] = [
     (2, lambda: remembering(cz.InfoNCE(), z(), spoilt()), "CrossBatchMemory: … NaN or infinite"),
     (2, lambda: remembering(cz.InfoNCE(), z(), y()), "partners of InfoNCE are keys"),
     (2, with_another_pointer, "the memory's pointer: rank 0 has 0, rank 1 has 1"),
+    # a monitor, and a picture
+    (2, lambda: monitored(on_all=False), "rank 1 brought the monitor, rank 0 brought none"),
+    (2, lambda: monitored(every=7 + rank()), "ranks disagree on the monitor: rank 0 has Monitor(every=7"),
+    (2, lambda: cz.metrics.plots.similarity_histogram(z(), labels=y(4 - rank())), "rank 1: labels are one per row"),
     # collectives
     (3, lambda: C.broadcast([1.0]), "broadcast: x must be a tensor, got list."),
     *((3, lambda f=f: f(torch.tensor(1.0)), "at least one dimension") for f in (C.all_gather, C.reduce_scatter)),

@@ -319,16 +319,6 @@ def test_labels_without_values_have_two_samples_a_class() -> None:
     assert known.bytes_sent < assumed.bytes_sent
 
 
-def test_a_loss_refuses_its_arguments_itself() -> None:
-    x = meta(8, 4)
-    with pytest.raises(ValueError, match=r"NTXent: .* view 1"):
-        cz.explain(cz.NTXent(), x, meta(7, 4))
-    with pytest.raises(ValueError, match="NTXent: temperature"):
-        cz.explain(cz.NTXent(temperature=-1.0), x, x)
-    with pytest.raises(ValueError, match="explain: world_size is the number of ranks, 1 or more, got 0"):
-        cz.explain(cz.NTXent(), x, x, world_size=0)
-
-
 def test_negatives_count_as_candidates() -> None:
     x = meta(8, 4)
     assert "8 × 13 similarities" in str(cz.explain(cz.InfoNCE(), x, x, meta(5, 4)))

@@ -13,7 +13,7 @@ from contrastive_zoo.metrics import figures, plots
 from contrastive_zoo.metrics.figures import sketch
 from contrastive_zoo.ranks.transport import reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.helpers import EXACT, Largest, common_error, numbers
+from tests.helpers import EXACT, Largest, numbers
 
 N, D = 13, 5
 X, Y = numbers(N, D, seed=0), numbers(N, D, seed=1)
@@ -275,38 +275,6 @@ def test_every_kth_call_in_training_mode_is_measured():
     cz.Monitor(loss_fn)
 
 
-def test_bad_settings_are_refused():
-    loss_fn = cz.DistributedLoss(cz.NTXent())
-    for wrong, every, words in (
-        (cz.NTXent(), 1, "a DistributedLoss is monitored, got NTXent"),
-        (loss_fn, 0, "at least 1, got 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            cz.Monitor(wrong, every=every)
-    cz.Monitor(loss_fn)
-    with pytest.raises(ValueError, match="has a monitor already"):
-        cz.Monitor(loss_fn)
-    with pytest.raises(ValueError, match="holds embeddings"):
-        measured(lambda scores: scores.sum(), torch.ones(3))
-
-
-def test_ranks_that_disagree_on_the_monitor_raise_alike(worlds):
-    def embeddings(seed):
-        return numbers(3, D, seed=seed + dist.get_rank())
-
-    def call(on_all=True, every=50):
-        loss_fn = cz.DistributedLoss(cz.NTXent())
-        monitor = cz.Monitor(loss_fn, every=every) if on_all or dist.get_rank() == 1 else None
-        loss_fn(embeddings(0), embeddings(2))
-        return monitor.latest
-
-    message, found = common_error(worlds, 2, lambda: call(on_all=False), call)
-    assert "rank 1 brought the monitor, rank 0 brought none" in message
-    assert found[0] == found[1] != {}
-    message, _ = common_error(worlds, 2, lambda: call(every=7 + dist.get_rank()), call)
-    assert "ranks disagree on the monitor: rank 0 has Monitor(every=7" in message
-
-
 def test_the_picture_has_a_line_for_each_encoder():
     loss_fn = cz.DistributedLoss(cz.Clip())
     monitor = cz.Monitor(loss_fn)
@@ -344,15 +312,3 @@ def test_every_picture_is_a_figure(tmp_path):
         assert isinstance(figure, Figure)
         figure.savefig(tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 2000
-
-
-def test_mistakes_are_named(worlds):
-    with pytest.raises(ValueError, match="3 for 30 rows"):
-        plots.embedding_map(ROWS, CLASSES[:3])
-
-    def bad():
-        rank = dist.get_rank()
-        return plots.similarity_histogram(ROWS, labels=CLASSES[: 30 - rank])
-
-    text, _ = common_error(worlds, 2, bad, lambda: None)
-    assert "rank 1: labels are one per row, got 29" in text

@@ -75,11 +75,6 @@ CALLS = {
         lambda: D(cz.SupCon())(z().detach().numpy(), y()),
         lambda: D(cz.SupCon())(torch.from_numpy(z().detach().numpy()), y()),
     ),
-    "a list of labels": Mistake(
-        "labels must be a tensor, got list. Pass torch.tensor(labels)",
-        lambda: D(cz.SupCon())(z(), y().tolist()),
-        lambda: D(cz.SupCon())(z(), torch.tensor(y().tolist())),
-    ),
     "names of classes": Mistake(
         "labels must be integers, one per row, got a list of str. Number the classes, the same on every rank.",
         lambda: D(cz.SupCon())(z(), ["cat", "dog"] * 4),

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import label_ranking_average_precision_score, ndcg_score
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors, NeighborhoodComponentsAnalysis
 from torch import Tensor
 
@@ -26,9 +25,8 @@ pytestmark = pytest.mark.peers
 
 Theirs = Callable[..., Any]  # of JAX's libraries, the arguments of a call, and then the loss's own parameters
 
-N, CLASSES = 8, 3
-A, B, C = (numbers(N, 5, seed=seed) for seed in range(3))
-GROUPS, SCORES = numbers(N, 4, 5, seed=3), numbers(N, 4, seed=4)
+N = 8
+A, B = (numbers(N, 5, seed=seed) for seed in range(2))
 LABELS = torch.tensor([0, 1, 0, 2, 1, 2, 0, 1])
 SHARDS = {1: (8,), 2: (5, 3), 3: (3, 0, 5)}
 DIFFERENT = 1e-3
@@ -53,18 +51,6 @@ def smoothed(jax: Any, a: Any, b: Any) -> Any:
     return jax.optax.softmax_cross_entropy(cosines(jax, a, b) / 0.5, targets).mean()
 
 
-def sig_lip(jax: Any, a: Any, b: Any, bias: Any, log_scale: Any) -> Any:
-    logits = cosines(jax, a, b) * jax.np.exp(log_scale) + bias
-    return jax.optax.sigmoid_binary_cross_entropy(logits, jax.np.eye(N)).sum() / N
-
-
-def sup_con(jax: Any, z: Any, labels: Any) -> Any:
-    itself = jax.np.eye(N, dtype=bool)
-    positive = (labels[:, None] == labels) & ~itself
-    logits = jax.np.where(itself, -jax.np.inf, cosines(jax, z, z) / 0.5)
-    return jax.optax.safe_softmax_cross_entropy(logits, positive / positive.sum(1, keepdims=True)).mean()
-
-
 def multi_positive(jax: Any, queries: Any, keys: Any, ids: Any) -> Any:
     targets = ids[:, None] == ids
     return jax.optax.softmax_cross_entropy(
@@ -73,46 +59,9 @@ def multi_positive(jax: Any, queries: Any, keys: Any, ids: Any) -> Any:
 
 
 def triplets(jax: Any, z: Any, labels: Any) -> Any:
-    """Return the losses of all triplets."""
     same = labels[:, None] == labels
     anchor, positive, negative = np.nonzero((same & ~np.eye(N, dtype=bool))[:, :, None] & ~same[:, None])
-    return jax.optax.losses.triplet_margin_loss(z[anchor], z[positive], z[negative], margin=0.3, eps=0.0)
-
-
-def of_nonzero(jax: Any, z: Any, labels: Any) -> Any:
-    losses = triplets(jax, z, labels)
-    return losses.sum() / (losses > 0).sum()
-
-
-def distilled_clip(jax: Any, *rows: Any) -> Any:
-    student, teacher = (cosines(jax, *pair) for pair in (rows[:2], rows[2:]))
-
-    def one_way(logits: Any, of_teacher: Any) -> Any:
-        targets = 0.7 * jax.np.eye(N) + 0.3 * jax.nn.softmax(of_teacher / 0.2)
-        return jax.optax.softmax_cross_entropy(logits / 0.5, jax.lax.stop_gradient(targets)).mean()
-
-    return (one_way(student, teacher) + one_way(student.T, teacher.T)) / 2
-
-
-def distilled(jax: Any, queries: Any, candidates: Any, scores: Any) -> Any:
-    logits = (queries[:, None] * candidates).sum(2) / 2
-    targets = jax.lax.stop_gradient(jax.nn.softmax(scores))
-    return 4 * jax.optax.kl_divergence(jax.nn.log_softmax(logits), targets).mean()
-
-
-def margin_mse(jax: Any, queries: Any, positives: Any, negatives: Any, margins: Any) -> Any:
-    found = (queries * positives).sum(1, keepdims=True) - (queries[:, None] * negatives).sum(2)
-    return jax.optax.squared_error(found, jax.lax.stop_gradient(margins)).mean()
-
-
-def dino(jax: Any, student: Any, teacher: Any) -> Any:
-    targets = jax.lax.stop_gradient(jax.nn.softmax(teacher / 0.5))
-    return jax.optax.softmax_cross_entropy(student / 0.25, targets).mean()
-
-
-def of_classes(jax: Any, z: Any, labels: Any, weights: Any) -> Any:
-    logits = cosines(jax, z, weights) - 0.35 * jax.nn.one_hot(labels, CLASSES)
-    return jax.optax.softmax_cross_entropy_with_integer_labels(8 * logits, labels).mean()
+    return jax.optax.losses.triplet_margin_loss(z[anchor], z[positive], z[negative], margin=0.3, eps=0.0).mean()
 
 
 OPTAX: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...], Theirs]] = {
@@ -121,23 +70,12 @@ OPTAX: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...], Theirs]] = {
                    jax.np.concatenate([a, b]), jax.np.tile(jax.np.arange(N), 2), 0.5)),
     "SINCERE, pairs": (lambda: cz.SINCERE(temperature=0.5, average="pairs"), (A, LABELS),
                        lambda jax, z, labels: jax.optax.losses.ntxent(z, labels, 0.5)),
-    "InfoNCE": (lambda: cz.InfoNCE(temperature=0.5), (A, B), lambda jax, a, b: to_own(jax, cosines(jax, a, b) / 0.5)),
     "InfoNCE, smoothed": (lambda: cz.InfoNCE(temperature=0.5, label_smoothing=0.2), (A, B), smoothed),
     "Clip": (cz.Clip, (A, B), clip),
-    "SigLIP": (cz.SigLIP, (A, B), sig_lip),
-    "SupCon": (lambda: cz.SupCon(temperature=0.5), (A, LABELS), sup_con),
     "MultiPositive": (lambda: cz.MultiPositive(temperature=0.5), (A, B, LABELS), multi_positive),
-    "Triplet": (lambda: cz.Triplet(margin=0.3, normalize=False), (A, LABELS), of_nonzero),
-    "Triplet, all": (lambda: cz.Triplet(margin=0.3, normalize=False, average="all"), (A, LABELS),
-                     lambda jax, *rows: triplets(jax, *rows).mean()),
+    "Triplet": (lambda: cz.Triplet(margin=0.3, normalize=False, average="all"), (A, LABELS), triplets),
     "NegativeCosine": (cz.NegativeCosine, (A, B),
                        lambda jax, a, b: jax.optax.cosine_distance(a, jax.lax.stop_gradient(b)).mean() - 1),
-    "ClipDistillation": (lambda: cz.ClipDistillation(temperature=0.5, teacher_temperature=0.2, weight=0.3),
-                         (A, B, B, C), distilled_clip),
-    "ScoreDistillation": (lambda: cz.ScoreDistillation(temperature=2.0), (A, GROUPS, SCORES), distilled),
-    "MarginMSE": (cz.MarginMSE, (A, B, GROUPS, SCORES), margin_mse),
-    "DINO": (lambda: cz.DINO(5, temperature=0.25, teacher_temperature=0.5), (A, B), dino),
-    "CosFace": (lambda: cz.CosFace(CLASSES, 5, scale=8.0), (A, LABELS), of_classes),
 }  # fmt: skip
 
 
@@ -149,7 +87,7 @@ def computed(theirs: Theirs, *arguments: Tensor) -> tuple[Tensor, list[Tensor]]:
     import optax
 
     jax.config.update("jax_enable_x64", True)
-    libraries = SimpleNamespace(np=jax.numpy, nn=jax.nn, lax=jax.lax, optax=optax)
+    libraries = SimpleNamespace(np=jax.numpy, lax=jax.lax, optax=optax)
     real = [i for i, x in enumerate(arguments) if x.is_floating_point()]
     of = jax.value_and_grad(lambda *x: theirs(libraries, *x), argnums=real)
     value, gradients = of(*(x.numpy() for x in arguments))
@@ -235,23 +173,11 @@ def test_metrics_are_those_of_open_metric_learning() -> None:
         close(x.float(), expected[kind][int(k or 60)], tolerance=1e-6)  # theirs are sums of float32
 
 
-def test_neighbours_and_metrics_are_those_of_scikit_learn() -> None:
+def test_neighbours_are_those_of_scikit_learn() -> None:
     found = cz.metrics.top_k(QUERIES, GALLERY, k=5)
     distances, places = NearestNeighbors(n_neighbors=5, metric="cosine").fit(GALLERY).kneighbors(QUERIES)
     assert found.indices.tolist() == places.tolist()
     close(found.scores, 1 - torch.from_numpy(distances))
-
-    scores, grades = QUERIES @ GALLERY.T, RELEVANT * (1 + torch.arange(60) % 3)
-    query, item = grades.nonzero(as_tuple=True)
-    judged = cz.metrics.evaluate(
-        QUERIES, GALLERY, judgements=(query, item, grades[query, item].double()), ids=torch.arange(40),
-        gallery_ids=torch.arange(60), metrics=["map", "ndcg", "ndcg@5"],
-    )  # fmt: skip
-    assert judged == pytest.approx({
-        "map": label_ranking_average_precision_score(RELEVANT, scores),
-        "ndcg": ndcg_score(gains := 1.0 * grades, scores),
-        "ndcg@5": ndcg_score(gains, scores, k=5),
-    }, abs=1e-12)  # fmt: skip
 
     labels, of_items = (x.numpy() for x in SEARCHED.values())
     shares = KNeighborsClassifier(5, metric="cosine").fit(GALLERY, of_items).predict_proba(QUERIES)

@@ -24,12 +24,6 @@ def rows(seed: int = 0, n: int = SAMPLES) -> Tensor:
     return numbers(n, WIDTH, seed=seed).requires_grad_()
 
 
-def spoilt() -> Tensor:
-    x = rows().detach()
-    x[1, 2] = torch.nan
-    return x.requires_grad_()
-
-
 CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "rows and labels": lambda: ((rows(), LABELS), {}),
     "by name": lambda: ((), {"labels": LABELS, "embeddings": rows()}),
@@ -38,25 +32,14 @@ CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "a reference by name": lambda: ((rows(),), {"ref_emb": rows(1)}),
     "reference rows": lambda: ((rows(), LABELS, None, rows(1), LABELS.flip(0)), {}),
     "indices": lambda: ((rows(), LABELS, tuple(torch.tensor([[0, 1], [1, 2], [8, 9]]))), {}),
-    "indices without labels": lambda: (
-        (rows(),),
-        {"indices_tuple": [torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([8, 9])]},
-    ),
     "a mask": lambda: ((rows(), LABELS), {"enqueue_mask": torch.arange(SAMPLES) % 2 == 0}),
     "nothing": lambda: ((), {}),
     "labels missing": lambda: ((rows(), None), {}),
     "an argument that does not exist": lambda: ((rows(), LABELS), {"lables": LABELS}),
-    "an argument twice": lambda: ((rows(), LABELS), {"labels": LABELS}),
     "too many arguments": lambda: ((rows(), *[LABELS] * 9), {}),
     "too few labels": lambda: ((rows(), LABELS[:-1]), {}),
-    "labels that are fractions": lambda: ((rows(), LABELS / 2), {}),
-    "labels beyond the classes": lambda: ((rows(), LABELS * 0 + CLASSES), {}),  # threads race for which to name
     "labels as a list": lambda: ((rows(), LABELS.tolist()), {}),
-    "rows as a list": lambda: ((rows().tolist(), LABELS), {}),
-    "NaN": lambda: ((spoilt(), LABELS), {}),
     "no rows": lambda: ((rows(n=0), LABELS[:0]), {}),
-    "one row": lambda: ((rows(n=1), LABELS[:1]), {}),
-    "no negatives": lambda: ((rows(n=3), LABELS[:3]), {}),
 }
 
 

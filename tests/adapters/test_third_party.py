@@ -23,12 +23,6 @@ def attraction(z: Tensor, y: Tensor) -> Tensor:
     return squared[y[:, None] == y].mean() + torch.exp(-squared).mean()
 
 
-def with_parts(z: Tensor, y: Tensor) -> dict[str, Tensor]:
-    squared = (z[:, None] - z).square().sum(2)
-    parts = {"attraction": squared[y[:, None] == y].mean(), "repulsion": torch.exp(-squared).mean()}
-    return {"total": parts["attraction"] + parts["repulsion"], **parts}
-
-
 def nt_xent(view1: Tensor, view2: Tensor) -> Tensor:
     """Chen et al. 2020, eq. 1, averaged over both views."""
     z = F.normalize(torch.cat([view1, view2]), dim=1)
@@ -66,21 +60,6 @@ class Centred(nn.Module):
         return loss
 
 
-class ClassMeans(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("means", torch.eye(12, 2))
-
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(z @ self.means.clone().T, y)
-        present = F.one_hot(y, len(self.means)).to(z.dtype)
-        count = present.sum(0)[:, None]
-        self.means.copy_(
-            torch.where(count > 0, self.means.lerp(present.T @ z.detach() / count.clamp(min=1), 0.5), self.means)
-        )
-        return loss
-
-
 def local_rows(view1: Tensor, view2: Tensor) -> Tensor:
     """Compare local anchors with all ranks' embeddings, gathered with gradient, as lightly and open_clip do."""
     z, others = (
@@ -107,9 +86,7 @@ class Recipe:
 
 RECIPES = [
     Recipe("a plain function", lambda: attraction, lambda: cz.DistributedLoss(attraction)),
-    Recipe("a dict of parts", lambda: with_parts, lambda: cz.DistributedLoss(with_parts)),
     Recipe("a moving centre", Centred, lambda: cz.DistributedLoss(Centred())),
-    Recipe("class means", ClassMeans, lambda: cz.DistributedLoss(ClassMeans())),
     Recipe("a formula of two views", lambda: local_rows, lambda: cz.DistributedLoss(nt_xent), "views"),
     Recipe(
         "a formula of gathered views",

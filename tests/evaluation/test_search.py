@@ -129,14 +129,6 @@ def test_a_gallery_that_is_the_queries_a_nan_and_a_nested_tensor_are_refused_wit
             call(*rows, **LABELLED)
 
 
-def test_a_memory_says_how_to_leave_out_nan():
-    with pytest.raises(ValueError, match=r"leave these rows out: rows\[rows\.isfinite") as error:
-        cz.losses.MemoryQueue(3, embedding_size=4).enqueue(NAN)
-    assert "check_finite" not in str(error.value)
-    with pytest.raises(ValueError, match="check_finite=False lets them through"):
-        cz.DistributedLoss(cz.NTXent())(NAN, ROWS)
-
-
 rank = dist.get_rank
 
 

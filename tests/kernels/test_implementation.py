@@ -168,14 +168,6 @@ def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         cz.NTXent()(torch.eye(2), torch.eye(2))
 
 
-def test_other_names_are_refused() -> None:
-    with (
-        pytest.raises(ValueError, match="'auto', 'torch' or 'triton', got 'cuda'"),
-        cz.engine.use_implementation("cuda"),
-    ):
-        pass
-
-
 RANKS_DIFFER = {
     "choice": "rank 0 has torch, or triton above 3[0-9]{3} embeddings, rank 1 has triton",
     "probe": "rank 0 has triton, rank 1 has triton, which is",
