@@ -61,7 +61,7 @@ class AnchorBlock:
     """Hold c of this rank's anchors, the N candidates of all ranks, and which candidates are positives and negatives."""
 
     anchors: Float[Tensor, "c d"]
-    candidates: Float[Tensor, "N d"]
+    candidates: Float[Tensor, "N e"]  # of the anchors' width in most losses
     positive: Bool[Tensor, "c N"]  # whether the candidate has the anchor's id, and is not the anchor itself
     negative: Bool[Tensor, "c N"]  # whether the candidate has another id
     ids: Int[Tensor, " c"]  # the ids of the anchors

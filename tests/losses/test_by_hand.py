@@ -11,6 +11,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
+from contrastive_zoo.losses.modalities import _scaled_bases, _volumes
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Case, Trial, whole_batch
@@ -63,6 +64,19 @@ def test_nothing_n_by_n_is_held() -> None:
             entry.make(temperature=0.5).double()(*rows)
         assert largest.elements >= n * n, "the formula holds it"
     torch.set_num_threads(threads)
+
+
+def test_dependent_modalities_span_no_volume_and_have_finite_gradients() -> None:
+    """Rounding would leave 1e-4. Anchors are in the span of their modalities; those of the last samples are parallel."""
+    b, c, weights = (numbers(200, 8, seed=seed).float() for seed in (1, 2, 3))
+    c[100:] = 2 * b[100:]
+    modalities = [x.requires_grad_() for x in (weights[:, :1] * b + weights[:, 1:2] * c, b, c)]
+    unit = [F.normalize(x, dim=1) for x in modalities]
+    volumes = _volumes(unit[0], _scaled_bases(unit[1:]))
+    assert not volumes.diagonal().any()
+    assert not volumes[:, 100:].any()
+    gradients = torch.autograd.grad(cz.GRAM()(*modalities), modalities)
+    assert all(x.isfinite().all() for x in gradients)
 
 
 def test_negatives_of_one_query_each_are_logits_beside_its_own_key() -> None:

@@ -267,6 +267,20 @@ def dense_tuplet_margin(z: Tensor, labels: Tensor, temperature: Any, margin: flo
     return over_pairs(cos / temperature, slack / temperature, labels, "pairs")
 
 
+def modalities(*views: Tensor) -> tuple[Tensor, ...]:
+    """Embeddings of which each modality has a feature of its own, so that they span a volume."""
+    own = torch.eye(len(views), dtype=views[0].dtype, device=views[0].device)
+    return tuple(torch.cat([z, x.expand(len(z), -1)], 1) for z, x in zip(views, own, strict=True))
+
+
+def dense_gram(*views: Tensor, temperature: Any, label_smoothing: float = 0.0) -> Tensor:
+    anchors, *others = map(unit, views)
+    n, targets = len(anchors), torch.arange(len(anchors))
+    vectors = torch.stack([anchors[:, None].expand(-1, n, -1), *(x.expand(n, -1, -1) for x in others)], 2)
+    logits = -(vectors @ vectors.mT).det().abs().sqrt() / temperature
+    return sum(F.cross_entropy(x, targets, label_smoothing=label_smoothing) for x in (logits, logits.T)) / 2
+
+
 def learnt(cls: Any) -> Any:
     """The class, whose own temperature is learnable and starts at the given one to the last bit of 64."""
 
@@ -347,6 +361,8 @@ ENTRIES: list[Entry] = [
     row("Clip", dense_clip, kind=learnt(cz.Clip)),
     row("Clip, smoothed", dense_clip, kind=learnt(cz.Clip), label_smoothing=0.1),
     row("InfoLOOB", dense_info_loob),
+    row("GRAM", dense_gram, "views", modalities, 3),
+    row("GRAM, four modalities", dense_gram, "views", modalities, 4, label_smoothing=0.1),
     row("InfoNCE, smoothed", dense_smoothed, "views", None, 3, symmetric=False, **SMOOTHED),
     row("InfoNCE, smoothed both ways", dense_smoothed, "views", None, 3, symmetric=True, **SMOOTHED),
     row(
