@@ -120,6 +120,13 @@ def peer(path: str) -> Any:
     return getattr(packages.loaded(module), name)
 
 
+def need(*names: str) -> None:
+    """Skip a test if a package of ``.ci/peers.txt`` is not installed."""
+    pinned, folder = packages.required(), packages.FOLDER.relative_to(packages.ROOT)
+    if absent := packages.missing(packages.FOLDER, {name: pinned[name] for name in names}):
+        pytest.skip(f"{', '.join(absent)} is not in {folder}; `make test-all` installs it")
+
+
 def error_message(
     job: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...] = ValueError
 ) -> str | None:

@@ -21,7 +21,7 @@ from tests.helpers import EVERY_CASE, error_message
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, send_from_device, value_and_gradients
 from tests.test_accelerator import ENTRIES as OTHER_ENTRIES
 from tests.test_accelerator import LOSSES as ENTRIES
-from tests.test_accelerator import may_read
+from tests.test_accelerator import may_read, of_cpu, of_device
 from tests.zoo import Entry
 
 pytestmark = pytest.mark.kernels
@@ -128,21 +128,12 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
         assert "no backend for device type cpu" in str(text)
 
 
-def on_the_device(name: str) -> Any:
-    with device() as mode:
-        return on_cpu(OTHER_ENTRIES[name](put_by(mode)))
-
-
-def on_the_cpu(name: str) -> Any:
-    return on_cpu(OTHER_ENTRIES[name](lambda x: copy.deepcopy(x) if isinstance(x, torch.nn.Module) else x))
-
-
 def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worlds, worlds: Worlds) -> None:
     names = list(OTHER_ENTRIES)
-    expected = worlds.run(2, lambda: [on_the_cpu(name) for name in names])
-    found = device_worlds.run(2, lambda: [on_the_device(name) for name in names])
-    for of_rank, of_device in zip(expected, found, strict=True):
-        for name, x, y in zip(names, of_rank, of_device, strict=True):
+    expected = worlds.run(2, lambda: [of_cpu(name) for name in names])
+    found = device_worlds.run(2, lambda: [of_device(name) for name in names])
+    for of_rank, on_device in zip(expected, found, strict=True):
+        for name, x, y in zip(names, of_rank, on_device, strict=True):
             torch.testing.assert_close(
                 y, x, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
             )

@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning import losses
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
-from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import groups, numbers, refused
 from tests.test_roles import Prototypes, Relations, Views
@@ -320,11 +319,6 @@ REFUSED: list[tuple[int, Callable[[], Any], str]] = [
     (
         2,
         lambda: called(of_rank(), Y, None, of_rank(), Y[:4], loss=losses.ContrastiveLoss()),
-        "ref_labels are one per row of ref_emb",
-    ),
-    (
-        2,
-        lambda: DistributedMiner(miners.BatchHardMiner())(of_rank(), Y, of_rank(), Y[:4]),
         "ref_labels are one per row of ref_emb",
     ),
     (

@@ -117,10 +117,6 @@ def value_and_gradient(loss: Callable[..., Tensor], rows: Tensor, *args: Any, **
     return value.detach(), torch.autograd.grad(value, rows)[0]
 
 
-def labelled(step: int, n: int) -> tuple[Tensor, Tensor]:
-    return numbers(n, D, seed=step), torch.randint(4, (n,), generator=torch.Generator().manual_seed(step))
-
-
 @pytest.mark.parametrize(("name", "kept", "miner", "make"), PEERS, ids=lambda x: x if isinstance(x, str) else "")
 def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -> None:
     """All embeddings enter in one step, some in the next."""
@@ -131,7 +127,7 @@ def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -
     theirs = Theirs(inner, embedding_size=D, memory_size=13, miner=mined)
     ours = cz.CrossBatchMemory(inner if make is None else make(), 13, D, miner=mined, dtype=torch.float64)
     for step, n in enumerate([5, 4, 6, 3, 7]):
-        rows, labels = labelled(step, n)
+        rows, labels = numbers(n, D, seed=step), numbers(n, seed=step, dtype=torch.int64)
         extra = {"enqueue_mask": torch.arange(n) % 3 == 1} if step % 2 else {}
         expected = value_and_gradient(theirs, rows, labels, **extra)
         found = value_and_gradient(ours, rows, labels, **extra)

@@ -68,10 +68,10 @@ def dense(
     return lambda: dense_softmaxes(name, a, b, learnt[0].exp() if learnt else 10.0), learnt
 
 
-def operators(name: str, dtype: torch.dtype, form: str, n: int = 9) -> list[str]:
+def operators(name: str, dtype: torch.dtype, form: str) -> list[str]:
     with device() as mode:
         put = put_by(mode)
-        a, b = (put(torch.randn(n, WIDTH, dtype=dtype)).requires_grad_() for _ in range(2))
+        a, b = (put(torch.randn(9, WIDTH, dtype=dtype)).requires_grad_() for _ in range(2))
         if form == "dense":
             compute, learnt = dense(name, a, b, put)
         else:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import assert_same, close, numbers, split
-from tests.peers import need
+from tests.helpers import assert_same, close, need, numbers, split
 from tools.peer_losses import packages
 
 pytestmark = pytest.mark.peers

@@ -25,10 +25,6 @@ pytestmark = pytest.mark.figures
 LOSSES = [entry for entry in ZOO if entry.name in ("NTXent", "CLIP", "SupCon", "RowLoss, labels")]
 
 
-def rows_of(entry: Entry, n: int, d: int) -> list[Tensor]:
-    return [x.requires_grad_(x.is_floating_point()) for x in ordinary(entry, n, d)]
-
-
 def floating(rows: Sequence[Tensor]) -> list[Tensor]:
     return [x for x in rows if x.is_floating_point()]
 
@@ -157,7 +153,8 @@ def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
 @pytest.mark.path("engines")
 @pytest.mark.parametrize("entry", [*LOSSES, *(x for x in EVERY if x.name == "CosFace")], ids=str)
 def test_a_graph_may_be_kept_and_a_second_derivative_is_refused_with_the_fix(entry: Entry) -> None:
-    rows, loss = rows_of(entry, 6, 3), entry.make(temperature=0.5).double()
+    loss, rows = entry.make(temperature=0.5).double(), ordinary(entry, 6, 3)
+    rows = [x.requires_grad_(x.is_floating_point()) for x in rows]
     kept = torch.autograd.grad(loss(*rows), floating(rows), create_graph=True)
     for x, y in zip(kept, Result.of(loss, rows).gradients, strict=True):
         close(x.detach(), y)

@@ -16,8 +16,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.ranks import adjoints
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import numbers
-from tests.peers import need
+from tests.helpers import need, numbers
 from tools.peer_losses import packages
 
 pytestmark = pytest.mark.peers

@@ -1,6 +1,6 @@
 """Write which path a step takes into docs/pages/architecture.md: ``python -m tools.paths_page``."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,10 +55,10 @@ ROWS: tuple[Row, ...] = (
 """A loss, its arguments of 128 features, the numbers of ranks and of samples of each, and the device."""
 
 
-def path_table(rows: Iterable[Row] = ROWS) -> str:
+def path_table() -> str:
     """Return the table: who computes what, how embeddings get there, by which arithmetic, and with how many messages."""
     lines = []
-    for name, make, arguments, ranks, samples, device in rows:
+    for name, make, arguments, ranks, samples, device in ROWS:
         found = cz.explain(make(), *arguments(samples, 128), world_size=ranks, device=device)
         plans = found.plan.members or [found.plan]
         arithmetic = ", ".join(dict.fromkeys(x.arithmetic for x in plans))

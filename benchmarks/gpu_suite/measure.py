@@ -107,11 +107,11 @@ def peak_mb(step: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def median_ms(step: Callable[[], object], *, seconds: float = 1.0) -> float:
-    """Return the milliseconds of a step, by events around each step; as many steps as fit into the time limit."""
+def median_ms(step: Callable[[], object]) -> float:
+    """Return the milliseconds of a step, by events around each step; as many steps as fit into a second."""
     step()
     times: list[float] = []
-    while sum(times) < 1e3 * seconds * (5 if len(times) < 5 else 1) and len(times) < 100:
+    while sum(times) < 1e3 * (5 if len(times) < 5 else 1) and len(times) < 100:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         step()

@@ -78,8 +78,8 @@ def on_new_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, thre
         return worlds.run(ranks, function, *arguments)
 
 
-def slowest_rank(ranks: int, function: Callable[..., Any], *arguments: Any, threads: int = 1) -> list[float]:
-    by_rank = on_new_ranks(ranks, function, *arguments, threads=threads)
+def slowest_rank(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[float]:
+    by_rank = on_new_ranks(ranks, function, *arguments)
     return [max(figures) for figures in zip(*by_rank, strict=True)]
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.adapters import open_clip
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, assert_same, close, numbers
-from tests.peers import need
+from tests.helpers import EVERY_CASE, assert_same, close, need, numbers
 from tools.comparison import Wrap, measure
 from tools.peer_losses import packages
 from tools.peer_losses.losses import PeerLoss, Reading, runs, table

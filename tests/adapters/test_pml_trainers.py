@@ -34,10 +34,6 @@ def my_samples() -> list[int]:
     return [BATCH * step + start + i for step in range(STEPS) for i in range(shares[dist.get_rank()])]
 
 
-def ddp(module: nn.Module) -> nn.Module:
-    return DistributedDataParallel(module) if dist.get_world_size() > 1 else module
-
-
 def train(*, distributed: bool) -> list[Tensor]:
     """Train with a classifier, proxies and a miner; return all parameters."""
     torch.manual_seed(0)
@@ -49,7 +45,7 @@ def train(*, distributed: bool) -> list[Tensor]:
     mining: dict[str, Any] = {"tuple_miner": miners.MultiSimilarityMiner()}
     weights = [parameter for module in (*models.values(), *functions.values()) for parameter in module.parameters()]
     if distributed:
-        models = {name: ddp(x) for name, x in models.items()}
+        models = {name: DistributedDataParallel(x) for name, x in models.items()}
         functions = {name: cz.DistributedLoss(x) for name, x in functions.items()}
         mining = {name: DistributedMiner(x) for name, x in mining.items()}
     trained = {name: x for name, x in {**models, **functions}.items() if [*x.parameters()]}

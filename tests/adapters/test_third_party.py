@@ -98,12 +98,6 @@ RECIPES = [
 ]
 
 
-def trial(
-    make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds: Worlds, reduction: str = "mean"
-) -> Trial:
-    return Trial(Case(make, call, reduction), GlobalBatch(shards, d=2, seed=3), worlds)
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "third-party-losses.md"
 
 
@@ -113,7 +107,7 @@ def percent(found: Tensor, expected: Tensor) -> str:
 
 def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
     """Return what the page states for two processes with two and six samples: value (mean over ranks), gradients, state."""
-    on = trial(make, recipe.call, (2, 6), worlds)
+    on = Trial(Case(make, recipe.call), GlobalBatch((2, 6), d=2, seed=3), worlds)
     alone, by_rank = on.on_one_process(), on.on_ranks()
 
     def flat(found: dict[str, Tensor]) -> Tensor:

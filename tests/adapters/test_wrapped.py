@@ -53,7 +53,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "miner is a DistributedMinerWrapper.*the bare miner",
     ),
     "our miner": (lambda: wrap(triplets(), miner=mining(miners.BatchHardMiner())), "miner is a DistributedMiner"),
-    "a class": (lambda: wrap(cz.SupCon), r"Pass an instance, SupCon\(\.\.\.\)"),
     "a class as miner": (
         lambda: wrap(triplets(), miner=miners.BatchHardMiner),
         r"a miner is an instance, got the class BatchHardMiner",

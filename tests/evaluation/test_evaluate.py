@@ -144,15 +144,12 @@ def test_awkward_inputs_have_the_bits_of_one_process(world_size, worlds):
 
 def same_for_every_split(measure, world_size, worlds):
     def on_rank(seeds):
-        return [measured_in_shards(measure, awkward(seed)[0], seed) for seed in seeds]
+        size, rank = dist.get_world_size(), dist.get_rank()
+        return [repr(measure(**shards(awkward(seed)[0], size, seed)[rank])) for seed in seeds]
 
     seeds = CASES[world_size % 2 :: 2]
     expected = [repr(cz.metrics.evaluate(**awkward(seed)[0])) for seed in seeds]
     assert worlds.run(world_size, on_rank, seeds) == [expected] * world_size
-
-
-def measured_in_shards(measure, arguments, seed):
-    return repr(measure(**shards(arguments, dist.get_world_size(), seed)[dist.get_rank()]))
 
 
 def shards(arguments, number, seed):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
@@ -23,16 +22,12 @@ from tests.losses.zoo_weights import ENTRIES as WEIGHTS
 from tests.zoo import BatchHard
 
 
-def pairs(*shape: int) -> list[Tensor]:
-    return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
-
-
 def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None:
     assert cz.Clip().logit_scale.item() == pytest.approx(math.log(1 / 0.07))
     assert cz.SigLIP().logit_scale.item() == pytest.approx(math.log(10))
     assert {name for name, _ in cz.SigLIP().named_parameters()} == {"temperature.log_scale", "logit_bias"}
     bounded, free = cz.Clip(), cz.SigLIP()
-    rows = pairs(4, 3)
+    rows = numbers(4, 3, seed=1), numbers(4, 3, seed=2)
     for loss in (bounded, free):
         loss.logit_scale.data.fill_(7.0)
         loss(*rows).backward()

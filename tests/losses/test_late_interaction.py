@@ -49,11 +49,10 @@ def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
     assert sent == [torch.float32, torch.bfloat16]
 
 
-def composition() -> Any:
-    return cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()])
-
-
-@pytest.mark.parametrize("make", [cz.MaxSim, composition, lambda: cz.Matryoshka(cz.MaxSim(), (2, 4))])
+@pytest.mark.parametrize(
+    "make",
+    [cz.MaxSim, lambda: cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()]), lambda: cz.Matryoshka(cz.MaxSim(), (2, 4))],
+)
 def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
     rows = tokens_of(*views())
     with device() as mode, cz.engine.memory_budget(0), pytest.MonkeyPatch.context() as patching:

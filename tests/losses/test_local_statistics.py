@@ -21,14 +21,6 @@ from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.losses.zoo_statistics import WIDTH
 
 
-def from_zero(batch: Batch) -> Tensor:
-    return torch.arange(batch.samples.size)
-
-
-def of_itself(batch: Batch, x: Tensor, **_: Any) -> Tensor:
-    return x
-
-
 def mean_of_rank_means(batch: Batch, names: list[str]) -> Tensor:
     rows = torch.cat([batch.rows[name].flatten(0, -2) for name in names])
     return rows.abs().mean(0) / len(batch.samples.sizes)
@@ -44,16 +36,12 @@ def draws_of_rank(step: Tensor, *shape: int) -> Tensor:
     return numbers(*shape, seed=rank(), dtype=torch.float32)
 
 
-def own_rows(rows: Tensor, **_: Any) -> Tensor:
-    return rows
-
-
 MUTANTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "groups of the own rank": ("KoLeo, groups", Batch, "indices", from_zero),
-    "clusters balanced on the own rank": ("DINO, Sinkhorn", Batch, "log_sum_exp", of_itself),
-    "patches balanced on the own rank": ("IBOT, Sinkhorn", Batch, "log_sum_exp", of_itself),
+    "groups of the own rank": ("KoLeo, groups", Batch, "indices", lambda batch: torch.arange(batch.samples.size)),
+    "clusters balanced on the own rank": ("DINO, Sinkhorn", Batch, "log_sum_exp", lambda _, x, **of: x),
+    "patches balanced on the own rank": ("IBOT, Sinkhorn", Batch, "log_sum_exp", lambda _, x, **of: x),
     "directions of the own rank": ("RDMReg", random_slices, "_drawn", draws_of_rank),
-    "projections of the own rank's embeddings": ("VISReg, three views", statistics, "all_gather", own_rows),
+    "projections of the own rank's embeddings": ("VISReg, three views", statistics, "all_gather", lambda x, **_: x),
     "a mean of the own rank": ("VISReg, three views", random_slices, "centered", lambda _, x: x - x.mean(0)),
     "a centre of the own rank's views": ("DINO", Batch, "sum", without_sums_of(WIDTH + 1)),
     "a centre of the own rank's patches": ("IBOT", Batch, "sum", without_sums_of(WIDTH + 1)),

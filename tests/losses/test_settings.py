@@ -16,6 +16,7 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from tests.helpers import EVERY_CASE, close, numbers
+from tools.vectors.cases import of_entry
 
 N, D = 8, 4
 LABELS = torch.arange(N) % 3
@@ -88,38 +89,26 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
 """What losses refuse as numbers, where that is more or less than numbers that are not finite; a temperature is positive."""
 REFUSED = {name: values for names, values in KINDS_OF_NUMBERS for name in names.split()}
 
-KINDS_OF_ROWS: dict[str, Callable[[int], Tensor]] = {
-    "rows": z,
-    "labels": lambda seed: LABELS,
-    "binary": lambda seed: LABELS % 2,
-    "counts": lambda seed: torch.tensor(
-        [2, 0, 1, 1, 1, 1, 0, 2]
-    ),  # the first three images have the first three patches
-    "several": lambda seed: z(seed, k=3),
-    "scores": lambda seed: z(seed)[:, 0],
-    "several scores": lambda seed: z(seed)[:, :3],
-}
-SIZES = {"num_classes": 3, "embedding_size": D, "out_dim": D, "size": 5, "num_bins": 9}
+OPTIONAL = {"negatives", "token mask"}
 
 
 def kind_of(name: str) -> str:
     return name.partition(",")[0]
 
 
-def of_entry(entry: Entry) -> Subject:
-    kinds = [x for x in entry.kinds.values() if x in KINDS_OF_ROWS]
-    given = {name: SIZES.get(name, x) for name, x in entry.settings.items()}
-    given |= {"num_slices": 8} if "num_slices" in entry.loss.fields else {}
+def subject(entry: Entry) -> Subject:
+    case = of_entry(entry)
+    given = {**case.settings, **({"num_slices": 8} if "num_slices" in entry.loss.fields else {})}
     of_losses = {name: x.default for name, x in entry.loss.fields.items() if x.init and name not in given}
     finite = {name: COLD if name == "temperature" else ANY for name, x in of_losses.items() if is_number(x)}
     refused = finite | {key.partition(".")[2]: x for key, x in REFUSED.items() if key.startswith(f"{entry.cls}.")}
     refused.pop("sub_centers", None)
-    rows = tuple(KINDS_OF_ROWS[kind](index) for index, kind in enumerate(kinds, 1))
-    return Subject(entry.loss, rows, refused, given)
+    rows = {name: torch.from_numpy(x) for name, x in case.arguments().items() if case.kinds[name] not in OPTIONAL}
+    return Subject(entry.loss, (*rows.values(),), refused, given)
 
 
-SUBJECTS = {x.cls: of_entry(x) for x in reversed(CATALOGUE.values())}  # of several rows the first
-SUBJECTS["Margin, by class"] = replace(SUBJECTS["Margin"], given={"num_classes": 3})
+SUBJECTS = {x.cls: subject(x) for x in reversed(CATALOGUE.values())}  # of several rows the first
+SUBJECTS["Margin, by class"] = replace(SUBJECTS["Margin"], given={"num_classes": 5})
 SUBJECTS["Triplet, semi-hard"] = Subject(
     cz.Triplet, LABELLED, {"margin": REFUSED["CosFace.scale"]}, {"mining": "semi-hard"}
 )
@@ -212,7 +201,9 @@ def test_numbers_of_numpy_and_integers_are_numbers(kind: Any) -> None:
     assert not isinstance(loss.temperature, np.generic)
 
 
-@pytest.mark.parametrize("name", [name for name, x in SUBJECTS.items() if x.rows[-1] is LABELS])
+@pytest.mark.parametrize(
+    "name", [name for name, x in SUBJECTS.items() if x.rows[-1].equal(SUBJECTS["SupCon"].rows[-1])]
+)
 def test_labels_of_any_integer_dtype(name: str) -> None:
     loss, (*rows, _), labels = SUBJECTS[name]().double().eval(), SUBJECTS[name].rows, LABELS % 2
     dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)

@@ -31,10 +31,10 @@ TESTS = {
     "engine": "engine losses kernels/test_implementation.py test_precision.py test_accelerator.py "
     "test_accelerated_ranks.py test_solved_batches.py test_bad_input.py adapters/test_native.py test_monitor.py "
     "test_contract.py test_explain.py",
-    "ranks": "test_collectives.py test_handshake.py test_averaging.py test_late_checks.py test_failed_calls.py "
+    "ranks": "test_collectives.py test_handshake.py test_averaging.py test_late_checks.py test_state.py "
     "test_faults.py test_distributed.py engine",
     "wrapper": "test_distributed.py losses/test_signatures.py test_state.py test_late_checks.py test_bad_input.py "
-    "test_failed_calls.py test_gradcache.py",
+    "test_gradcache.py",
 }
 """The tests of a mutated room, and doctests of the module; those of whole trainings take longer."""
 
