@@ -174,6 +174,7 @@ class ThreadWorld:
         self.collectives: dict[Any, Collective] = {}  # by group, number and kind: one of another kind is never met
         self.letters: defaultdict[Any, deque[torch.Tensor]] = defaultdict(deque)  # by group, sender, receiver and tag
         self.ended_turns: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.ranks: list[_Rank] = []
         self.running: _Rank | None = None  # the rank that did not end its turn in time
 
     def launch(self, torch_threads: int) -> None:

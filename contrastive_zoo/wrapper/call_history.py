@@ -20,7 +20,7 @@ from contrastive_zoo.ranks.suggestions import warn_once
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
 
-_made = itertools.count(1)
+_made = 0  # how many wrappers this process, or this rank of a world of threads, has made
 
 _FIRST_CALLS, _EVERY = 8, 64
 
@@ -32,11 +32,17 @@ _NO_POSITIVES = (
 )
 
 
+def _next_number() -> int:
+    global _made
+    _made += 1
+    return _made
+
+
 class CallHistory:
     """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header."""
 
     def __init__(self) -> None:
-        self.made = next(_made)  # how many wrappers this process has made until this one
+        self.made = _next_number()  # how many wrappers this process has made until this one
         self.wrapper = 0  # the number of the handshake of its first call, by which all ranks know it; 0 before
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
@@ -51,7 +57,7 @@ class CallHistory:
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
         pending: dict[str, Any] = {"due": False, "_results": {}, "_fingerprint": None, "checks": []}
-        return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
+        return {**vars(self), "made": _next_number(), "wrapper": 0, **pending}
 
     def equal_again(self, paths: Sequence[str]) -> list[str]:
         """Return which arguments, of those that are equal on all ranks, are so at the second call in a row."""

@@ -1,6 +1,7 @@
 """Small batches, as a CPU and as an accelerator compute them: value and gradients of the general path."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -139,9 +140,11 @@ def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("where", ["CPU", "general"])
 @pytest.mark.parametrize("other", [1, 0])
-def test_the_smallest_norm_that_is_divided_by(other: float, where: str) -> None:
-    """The gradient of the norm is that of torch.nn.functional.normalize from there on."""
-    a, b = torch.diag(torch.tensor([MIN_NORM, other, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
+@pytest.mark.parametrize("towards", [0, 1])
+def test_the_smallest_norm_that_is_divided_by(towards: float, other: float, where: str) -> None:
+    """The gradient of the norm is that of torch.nn.functional.normalize just below it, and just above."""
+    smallest = math.nextafter(MIN_NORM, towards)
+    a, b = torch.diag(torch.tensor([smallest, other, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
     found, expected = a.clone().requires_grad_(), a.clone().requires_grad_()
     loss = cz.InfoNCE(temperature=0.5)
     with path(where):
