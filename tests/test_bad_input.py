@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
+from contrastive_zoo.metrics import plots
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
@@ -210,154 +211,134 @@ def wrapped(loss: Any, *arguments: Any, options: dict[str, Any] | None = None, *
     return cz.DistributedLoss(loss, **options or {})(*arguments, **named)
 
 
-BETWEEN: list[tuple[int, Callable[[], Any], str]] = [
-    (2, lambda: wrapped(cz.SupCon(), z(), **{last("lables", "labels"): y()}), "SupCon: … 'lables'"),
+BETWEEN: list[tuple[Callable[[], Any], str]] = [
+    (lambda: wrapped(cz.SupCon(), z(), **{last("lables", "labels"): y()}), "SupCon: … 'lables'"),
     (
-        3,
-        lambda: wrapped(cz.NTXent(), z(4, last(5, 3)), z(4, last(5, 3))),
-        "NTXent: ranks disagree on the width of view 0 … rank 0 brought d=3 … brought d=5 … same encoder head",
-    ),
-    (
-        2,
         lambda: wrapped(cz.SupCon(), z(dtype=last(torch.bfloat16, torch.float32)), y()),
         "SupCon: ranks disagree on the dtype of embeddings … float32 … bfloat16 … same precision",
     ),
-    (3, lambda: wrapped(cz.NTXent(), *[z()] * last(3, 2)), "ranks disagree on what they bring … view 2 … or on none"),
     (
-        2,
         lambda: wrapped(cz.NTXent(), z(learnt=last(False, True)), z(learnt=last(False, True))),
         "disagree on whether view 0 carry a gradient … with gradient … without gradient … empty batch",
     ),
-    (2, lambda: wrapped(third_party, z(), *[y()] * last(0, 1)), "third_party: … missing a required argument … labels"),
-    (2, lambda: wrapped(lenient, z(), last(y(), None)), "lenient: ranks disagree on … labels"),
-    (2, lambda: wrapped(last(cz.Circle, cz.Triplet)(), z(), y()), "the loss: rank 0 has Triplet … has Circle"),
+    (lambda: wrapped(third_party, z(), *[y()] * last(0, 1)), "third_party: … missing a required argument … labels"),
+    (lambda: wrapped(lenient, z(), last(y(), None)), "lenient: ranks disagree on … labels"),
+    (lambda: wrapped(last(cz.Circle, cz.Triplet)(), z(), y()), "the loss: rank 0 has Triplet … has Circle"),
     (
-        2,
         lambda: wrapped(cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=last(0.9, 0.1))]), z(), y()),
         "ranks disagree on losses.1.margin: rank 0 has 0.1 … has 0.9",
     ),
-    (2, in_plain_formulas, "ranks disagree on plain_formulas(): rank 0 has False … has True"),
+    (in_plain_formulas, "ranks disagree on plain_formulas(): rank 0 has False … has True"),
     (
-        2,
         lambda: wrapped(lambda embeddings, margin: embeddings.sum() * margin, z(), last(1.5, 0.5)),
         "ranks disagree on margin … 0.5 … 1.5",
     ),
     (
-        2,
         lambda: wrapped(lambda embeddings, weight: embeddings.sum() * weight, z(), torch.tensor(last(2.0, 1.0))),
         "weight has norm 1 on rank 0 and 2 on rank",
     ),
-    (2, lambda: wrapped(third_party, spoilt(), y()), "third_party: … embeddings hold NaN or infinite values in 1 of 4"),
-    (2, lambda: wrapped(third_party, z(0), y(0)), "third_party: the global batch is empty … skip the step"),
+    (lambda: wrapped(third_party, spoilt(), y()), "third_party: … embeddings hold NaN or infinite values in 1 of 4"),
+    (lambda: wrapped(third_party, z(0), y(0)), "third_party: the global batch is empty … skip the step"),
     (
-        2,
         lambda: wrapped(lenient, z(), y(), indices_tuple=last(INDICES, None)),
         "indices_tuple was mined on this rank's rows … DistributedLoss(loss, miner=miner) … DistributedMiner(miner)",
     ),
     (
-        2,
         lambda: wrapped(lenient, z(), y(), DistributedMiner(Mining())(z(), y())[:2]),
         "indices_tuple was mined on this rank's rows … as it is",
     ),
     (
-        2,
         lambda: wrapped(lenient, z(), y(), GlobalIndices(INDICES), options={"miner": Mining()}),
         "indices_tuple came along … has a miner",
     ),
-    (2, lambda: wrapped(lenient, z(), y(), options={"miner": Mining(last(0.5, 0.25))}), "disagree on miner.share"),
-    (2, lambda: DistributedMiner(lambda x, labels: labels)(z(), y()), "returns a tuple of indices … got Tensor"),
-    (2, lambda: DistributedMiner(Mining())(z(), y(last(3, 4))), "Mining: … labels are one per row, got 3 for 4 rows"),
-    (2, lambda: DistributedMiner(Mining())(spoilt(), y()), "Mining: … embeddings hold NaN or infinite values"),
+    (lambda: wrapped(lenient, z(), y(), options={"miner": Mining(last(0.5, 0.25))}), "disagree on miner.share"),
+    (lambda: DistributedMiner(lambda x, labels: labels)(z(), y()), "returns a tuple of indices … got Tensor"),
+    (lambda: DistributedMiner(Mining())(z(), y(last(3, 4))), "Mining: … labels are one per row, got 3 for 4 rows"),
+    (lambda: DistributedMiner(Mining())(spoilt(), y()), "Mining: … embeddings hold NaN or infinite values"),
     (
-        2,
         lambda: wrapped(later(cz.SupCon(), **last({"split_reason": {}.popitem}, {})), z(), y()),
         "KeyError: 'popitem(): dictionary is empty'",
     ),
     (
-        2,
         lambda: wrapped(lambda rows: Pair(rows.sum()), z(), options={"grad_reduction": "sum"}),
         "gradients cannot be scaled inside a Pair … tuples, lists and dicts",
     ),
-    (2, lambda: wrapped(cz.NTXent(), last(z().detach().to("meta"), z(learnt=False)), z()), "view 0 must hold values"),
-    (2, lambda: wrapped(third_party, z(), last(y().to_sparse(), y())), "labels must be a dense tensor, got sparse"),
-    (
-        2,
-        lambda: wrapped(Phases(), torch.view_as_complex(numbers(2, 3, 2, seed=rank())) / torch.arange(3)),
-        "z hold NaN",
-    ),
-    (2, lambda: wrapped(turned(), torch.view_as_complex(numbers(2, 3, 2, seed=rank()))), "scale has norm"),
+    (lambda: wrapped(cz.NTXent(), last(z().detach().to("meta"), z(learnt=False)), z()), "view 0 must hold values"),
+    (lambda: wrapped(third_party, z(), last(y().to_sparse(), y())), "labels must be a dense tensor, got sparse"),
+    (lambda: wrapped(Phases(), torch.view_as_complex(numbers(2, 3, 2, seed=rank())) / torch.arange(3)), "z hold NaN"),
+    (lambda: wrapped(turned(), torch.view_as_complex(numbers(2, 3, 2, seed=rank()))), "scale has norm"),
     # of the loss
-    (2, lambda: wrapped(Powered(last("b", "a")), z(), torch.tensor(0.5)), "the loss's grad_reduction"),
-    (2, lambda: wrapped(Powered(scale=last(3.0, 2.0)), z(), torch.tensor(0.5)), "parameters"),
+    (lambda: wrapped(Powered(last("b", "a")), z(), torch.tensor(0.5)), "the loss's grad_reduction"),
+    (lambda: wrapped(Powered(scale=last(3.0, 2.0)), z(), torch.tensor(0.5)), "parameters"),
     (
-        2,
         lambda: wrapped(cz.SupCon(temperature=DrawnSetting()), z(), y()),
         "temperature has norm … A module that is a setting must return the same number on every rank",
     ),
-    (2, lambda: hooked(cz.MNRL()), "indices of local rows do not allow"),
-    (2, lambda: hooked(cz.WeightedSum([cz.MNRL()])), "indices of local rows do not allow"),
-    (2, lambda: wrapped(Drawing(reduction="none"), z(), y()), "reduction='none'"),
-    (2, lambda: wrapped(Drawing(reduction="none", of_all=True), z(), y()), "reduction='none'"),
-    (2, after_a_validation, GATHERED),
-    (2, lambda: in_a_checkpoint(False), TWICE),
-    (2, lambda: in_a_checkpoint(True), TWICE),
+    (lambda: hooked(cz.MNRL()), "indices of local rows do not allow"),
+    (lambda: hooked(cz.WeightedSum([cz.MNRL()])), "indices of local rows do not allow"),
+    (lambda: wrapped(Drawing(reduction="none"), z(), y()), "reduction='none'"),
+    (lambda: wrapped(Drawing(reduction="none", of_all=True), z(), y()), "reduction='none'"),
+    (after_a_validation, GATHERED),
+    (lambda: in_a_checkpoint(False), TWICE),
+    (lambda: in_a_checkpoint(True), TWICE),
     (
-        2,
         lambda: wrapped(lambda a, b: (a @ b.T).sum(), x := z(), last(x.clone(), x)),
         "ranks disagree on which arguments are one tensor",
     ),
-    *((2, lambda make=make: in_one_step(make), "open_step") for make in (lambda: cz.DINO(3), lambda: memory(MOCO))),
-    (2, recomputed_in_one_step, "a backward pass computes the loss again"),
-    (
-        2,
-        lambda: wrapped(cz.Matryoshka(cz.SupCon(), (2, 4)), z(4, last(3, 4)), y()),
-        "rank 1: a prefix of 4 does not fit",
-    ),
+    *((lambda make=make: in_one_step(make), "open_step") for make in (lambda: cz.DINO(3), lambda: memory(MOCO))),
+    (recomputed_in_one_step, "a backward pass computes the loss again"),
+    (lambda: wrapped(cz.Matryoshka(cz.SupCon(), (2, 4)), z(4, last(3, 4)), y()), "rank 1: a prefix of 4 does not fit"),
     # tokens
-    (2, lambda: of_tokens(lambda x: [x[..., :2]] * 2), "disagree on the width of tokens of queries … d=3 … d=2"),
-    (2, lambda: of_tokens(lambda x: [x, x, None, x[..., 0].long()]), "rank 1: … got none in row 1"),
+    (lambda: of_tokens(lambda x: [x[..., :2]] * 2), "disagree on the width of tokens of queries … d=3 … d=2"),
+    (lambda: of_tokens(lambda x: [x, x, None, x[..., 0].long()]), "rank 1: … got none in row 1"),
     # a ring
-    (2, lambda: split(cz.SupCon(), z(), mask=torch.ones(4, 8), ring=True), "SupCon: with ring=True"),
-    (2, lambda: split(cz.MNRL(), z(), z(4), document_ids=y(), ring=True), "MNRL: with ring=True"),
-    (2, lambda: split(cz.SigLIP(), z(), z(), ring=last(True, False)), "ring: rank 0 has False, rank 1 has True"),
+    (lambda: split(cz.SupCon(), z(), mask=torch.ones(4, 8), ring=True), "SupCon: with ring=True"),
+    (lambda: split(cz.MNRL(), z(), z(4), document_ids=y(), ring=True), "MNRL: with ring=True"),
+    (lambda: split(cz.SigLIP(), z(), z(), ring=last(True, False)), "ring: rank 0 has False, rank 1 has True"),
     # memories
-    (2, lambda: remembering(cz.SupCon(), z(4, 3 + rank()), y()), "CrossBatchMemory: … holds rows of width 3"),
-    (2, lambda: remembering(cz.InfoNCE(), z(), spoilt()), "CrossBatchMemory: … NaN or infinite"),
-    (2, lambda: remembering(cz.InfoNCE(), z(), y()), "partners of InfoNCE are keys"),
-    (2, with_another_pointer, "the memory's pointer: rank 0 has 0, rank 1 has 1"),
+    (lambda: remembering(cz.SupCon(), z(4, 3 + rank()), y()), "CrossBatchMemory: … holds rows of width 3"),
+    (lambda: remembering(cz.InfoNCE(), z(), spoilt()), "CrossBatchMemory: … NaN or infinite"),
+    (lambda: remembering(cz.InfoNCE(), z(), y()), "partners of InfoNCE are keys"),
+    (with_another_pointer, "the memory's pointer: rank 0 has 0, rank 1 has 1"),
     # a monitor, and a picture
-    (2, lambda: monitored(on_all=False), "rank 1 brought the monitor, rank 0 brought none"),
-    (2, lambda: monitored(every=7 + rank()), "ranks disagree on the monitor: rank 0 has Monitor(every=7"),
-    (2, lambda: cz.metrics.plots.similarity_histogram(z(), labels=y(4 - rank())), "rank 1: labels are one per row"),
-    # collectives
-    (3, lambda: C.broadcast([1.0]), "broadcast: x must be a tensor, got list."),
-    *((3, lambda f=f: f(torch.tensor(1.0)), "at least one dimension") for f in (C.all_gather, C.reduce_scatter)),
+    (lambda: monitored(on_all=False), "rank 1 brought the monitor, rank 0 brought none"),
+    (lambda: monitored(every=7 + rank()), "ranks disagree on the monitor: rank 0 has Monitor(every=7"),
+    (lambda: plots.similarity_histogram(z(), labels=y(4 - rank())), "rank 1: labels are one per row"),
+]
+"""Mistakes that take two ranks: the call on each, and words of the error."""
+
+AMONG_THREE: list[tuple[Callable[[], Any], str]] = [
     (
-        3,
+        lambda: wrapped(cz.NTXent(), z(4, last(5, 3)), z(4, last(5, 3))),
+        "NTXent: ranks disagree on the width of view 0 … rank 0 brought d=3 … brought d=5 … same encoder head",
+    ),
+    (lambda: wrapped(cz.NTXent(), *[z()] * last(3, 2)), "ranks disagree on what they bring … view 2 … or on none"),
+    # collectives
+    (lambda: C.broadcast([1.0]), "broadcast: x must be a tensor, got list."),
+    *((lambda f=f: f(torch.tensor(1.0)), "at least one dimension") for f in (C.all_gather, C.reduce_scatter)),
+    (
         lambda: C.all_reduce(last(X.long(), X)),
         "all_reduce: … disagree on the dtype … rank 0 brought float32 … rank 2 brought int64",
     ),
-    (3, lambda: C.all_gather(last(torch.ones(3, 4), X)), "all_gather: … on the width … rank 0 … rank 2 brought"),
+    (lambda: C.all_gather(last(torch.ones(3, 4), X)), "all_gather: … on the width … rank 0 … rank 2 brought"),
     *(
-        (3, lambda f=f: getattr(C, f)(last(torch.ones(6, 2), X)), f"{f}: … disagree … rank 0 … rank 2")
+        (lambda f=f: getattr(C, f)(last(torch.ones(6, 2), X)), f"{f}: … disagree … rank 0 … rank 2")
         for f in ("all_reduce", "broadcast", "reduce_scatter")
     ),
-    (3, lambda: C.all_gather(torch.eye(2).to_sparse()), "all_gather: x must be a dense tensor"),
-    (3, lambda: C.all_reduce(X, []), "all_reduce: … op is 'sum' or 'mean', got []"),
-    (3, lambda: C.all_reduce(X, gradient="whole"), "all_reduce: … 'partial' or 'complete', got 'whole'"),
-    *((3, lambda x=x: C.broadcast(X, x), f"broadcast: … {NO_ROOT.format(x)}") for x in (-1, 3)),
-    (3, lambda: C.reduce_scatter(X, shards=Shards((1, 4, 0))), "shards [1, 4, 0] hold 5 rows, got 3"),
-    (3, lambda: C.all_reduce(X, last("mean", "sum")), "all_reduce: … disagree on op … sum … mean"),
-    (3, lambda: C.broadcast(X, last(1, 0)), "broadcast: … disagree on src … has 0 … has 1"),
-    (3, lambda: C.reduce_scatter(X, op=last("mean", "sum")), "reduce_scatter: … disagree on op … sum … mean"),
+    (lambda: C.all_gather(torch.eye(2).to_sparse()), "all_gather: x must be a dense tensor"),
+    (lambda: C.all_reduce(X, []), "all_reduce: … op is 'sum' or 'mean', got []"),
+    (lambda: C.all_reduce(X, gradient="whole"), "all_reduce: … 'partial' or 'complete', got 'whole'"),
+    *((lambda x=x: C.broadcast(X, x), f"broadcast: … {NO_ROOT.format(x)}") for x in (-1, 3)),
+    (lambda: C.reduce_scatter(X, shards=Shards((1, 4, 0))), "shards [1, 4, 0] hold 5 rows, got 3"),
+    (lambda: C.all_reduce(X, last("mean", "sum")), "all_reduce: … disagree on op … sum … mean"),
+    (lambda: C.broadcast(X, last(1, 0)), "broadcast: … disagree on src … has 0 … has 1"),
+    (lambda: C.reduce_scatter(X, op=last("mean", "sum")), "reduce_scatter: … disagree on op … sum … mean"),
     (
-        3,
         lambda: C.reduce_scatter(X, shards=last(Shards((3, 0, 0)), Shards((1, 1, 1)))),
         "disagree on … [1, 1, 1] … [3, 0, 0]",
     ),
-    (3, lambda: C.all_gather(X, gradient=last("complete", "partial")), "disagree on gradient … partial … complete"),
+    (lambda: C.all_gather(X, gradient=last("complete", "partial")), "disagree on gradient … partial … complete"),
 ]
-"""Mistakes that take several ranks: how many, the call on each, and words of the error."""
 
 
 @pytest.mark.parametrize(("call", "words"), ANYWHERE, ids=[words for _, words in ANYWHERE])
@@ -372,7 +353,10 @@ def test_a_mistake_of_one_rank_of_all_and_of_one_process(
     assert "rank 1: " in refused(worlds, 2, lambda: call(cz.DistributedLoss), words)
 
 
-@pytest.mark.parametrize(("world_size", "bad", "words"), BETWEEN, ids=[words for *_, words in BETWEEN])
+@pytest.mark.parametrize(
+    ("world_size", "bad", "words"),
+    [pytest.param(size, *x, id=x[1]) for size, rows in ((2, BETWEEN), (3, AMONG_THREE)) for x in rows],
+)
 def test_every_rank_says_the_same_and_goes_on(
     world_size: int, bad: Callable[[], Any], words: str, worlds: Worlds
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.shapes import call_form
+from contrastive_zoo.metrics import plots
 from tests.helpers import assert_says, close, later, numbers
 from tests.own_losses import OF_CATALOGUE
 
@@ -249,7 +250,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.Monitor(cz.NTXent()), "a DistributedLoss is monitored, got NTXent"),
     (lambda: cz.Monitor(cz.DistributedLoss(cz.NTXent()), every=0), "at least 1, got 0"),
     (lambda: [cz.Monitor(x) for x in [cz.DistributedLoss(cz.NTXent())] * 2], "has a monitor already"),
-    (lambda: cz.metrics.plots.embedding_map(Z, LABELS[:3]), "3 for 4 rows"),
+    (lambda: plots.embedding_map(Z, LABELS[:3]), "3 for 4 rows"),
     (lambda: cz.explain(cz.NTXent(), Z, Z[:3]), "NTXent: … view 1"),
     (lambda: cz.explain(cz.NTXent(), Z, Z, world_size=0), "world_size is the number of ranks, 1 or more, got 0"),
     (lambda: cz.engine.memory_budget(-1).__enter__(), "0 or more, got -1"),
