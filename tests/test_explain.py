@@ -124,6 +124,7 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
     "a memory of keys": lambda n, d: views(cz.CrossBatchMemory(cz.InfoNCE(), 2 * n, d))(n, d),
     "a third-party loss": views(lambda z: z.var(0).sum(), 1),
     "classes": lambda n, d: labelled(cz.NormalizedSoftmax(4 * n, d))(n, d),
+    "drawn classes": lambda n, d: labelled(cz.NormalizedSoftmax(8 * n, d, sample_rate=0.5))(n, d),
     "proxies": lambda n, d: labelled(cz.ProxyAnchor(4 * n, d))(n, d),
 }
 
@@ -213,7 +214,7 @@ HELD: list[tuple[tuple[str, ...], int, list[int], int, dict[str, Any]]] = [
     ((*FAMILIES, "circle"), 512, [128, 256, 64, 0, 256, 256, 0, 128], 1, {}),
     ((*FAMILIES, "views of 16 bits"), 512, [256] * 8, 2, {"ring": True}),
     (("nt-xent", "clip", "sup-con", "circle", "vicreg", "barlow-twins"), 256, [1024], 0, {}),
-    (("classes", "proxies"), 256, [1024] * 2, 1, {}),
+    (("classes", "drawn classes", "proxies"), 256, [1024] * 2, 1, {}),
 ]  # fmt: skip
 """Losses, their width, the sizes of all shards, and the rank that is counted."""
 

@@ -5,7 +5,7 @@ are reduced: the target's similarity and the log-sum-exp of the other classes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,6 +18,7 @@ from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.engine.tiling import block_rows, by_blocks
 from contrastive_zoo.ranks.collectives import all_gather
+from contrastive_zoo.ranks.random_keys import device_keys
 from contrastive_zoo.ranks.row_checks import safe_index
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -146,6 +147,26 @@ class ClassPairs:
         if self.batch.plan.is_plain or len(rows[0]) <= height:
             return on_block(*rows, *others)
         return by_blocks(on_block, height, rows, others)
+
+    def drawn(self, count: int, step: Int[Tensor, ""]) -> "ClassPairs":
+        """Return those to so many classes: these of all ranks' embeddings, even if they are more, and others at random.
+
+        Every rank draws the same: the classes with the smallest of the random numbers that belong to a step. Of sharded
+        weights it takes those that it holds.
+        """
+        batch, shards, total, local = self.batch, self.batch.shards, self.num_classes, self.targets
+        of_all = safe_index(batch.gather_detached(batch.rows["labels"]).long(), total)
+        if count < min(batch.total, total):  # otherwise there are no more labels, and nothing is read
+            count = max(count, len(of_all.unique()))
+        keys = device_keys(step, total).index_fill_(0, of_all, torch.iinfo(torch.int64).min)
+        drawn = keys.topk(count, largest=False, sorted=False).indices.sort().values
+        rows = {**batch.rows, "labels": torch.searchsorted(drawn, local)}
+        if self.class_shards is not None:
+            is_drawn = torch.zeros_like(keys, dtype=torch.bool).index_fill_(0, drawn, True)
+            split = self.class_shards.selected(is_drawn)
+            shards, drawn = {**shards, "class weights": split}, drawn[split.local] - self.class_shards.start
+        batch = replace(batch, rows=rows, shards=shards)
+        return replace(self, batch=batch, weights=self.weights.index_select(0, drawn))
 
     @cached_property
     def embeddings(self) -> Float[Tensor, "n d"]:

@@ -229,17 +229,29 @@ class Classes(NamedTuple):
     """A comparison of this rank's embeddings with the weights of all classes, some embeddings at a time."""
 
     rows: Names
-    centers: int  # weight vectors of all classes
+    classes: int
+    each: int = 1  # weight vectors of a class
+    drawn: int | None = None  # how many of the classes a step draws, or those of all samples if these are more
 
     def note(self, to: Ledger) -> None:
-        of = to.prepare(self.rows)
-        rows, weights = of.anchors * of.row, self.centers * of.row
-        height = max(1, BLOCK_BYTES // max(1, 4 * self.centers * of.wide))
+        of, centers = to.prepare(self.rows), self.each * (self.classes if self.drawn is None else self._drawn(to))
+        rows, weights = of.anchors * of.row, centers * of.row
+        to.sum("gradient of a parameter", weights, backward=True)
+        height = max(1, BLOCK_BYTES // max(1, 4 * centers * of.wide))
         at_once = of.anchors <= height
-        matrix = min(height, of.anchors) * self.centers * of.wide
-        to.flop += 2 * of.width * of.anchors * self.centers * (3 if at_once else 4)
+        matrix = min(height, of.anchors) * centers * of.wide
+        to.flop += 2 * of.width * of.anchors * centers * (3 if at_once else 4)
         kept, later = (3, 4) if at_once else (0, 6)
-        to.hold(2 * weights + kept * matrix, backward=2 * weights + 2 * rows + later * matrix)
+        of_all = 0 if self.drawn is None else self.classes * self.each * of.row  # weights, and their gradient
+        to.hold(of_all + 2 * weights + kept * matrix, backward=2 * weights + max(of_all, 2 * rows + later * matrix))
+
+    def _drawn(self, to: Ledger) -> int:
+        assert self.drawn is not None
+        labels, bound = to.rows["labels"], max(self.drawn, min(self.classes, to.rows["labels"].shards.total))
+        to.assumed[f"{'at most ' if bound > self.drawn else ''}{bound:,} of {self.classes:,} classes are drawn"] = None
+        to.gather_once("gather of labels", "labels", labels.bytes)
+        to.hold(forward=_KEYS * SUM * self.classes)
+        return bound
 
 
 class Local(NamedTuple):
@@ -294,6 +306,7 @@ Entry: TypeAlias = (
     Pairs | Signs | Blocks | Summed | Shared | Gathered | Tokens | Slices | Classes | Local | UserCode | Member
 )
 
+_KEYS = 5  # tensors of random numbers, one for each class, while they are computed
 _MATRICES = 8  # as large as a block's similarities, of most losses
 
 

@@ -1,16 +1,21 @@
 """The base of losses with weight vectors for each class: proxies and classifiers, whose weights may be sharded."""
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Annotated, Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
-from contrastive_zoo.engine.cost import Classes, Entry, Shared
+from contrastive_zoo.engine.cost import Classes, Entry
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
-from contrastive_zoo.loss_base.settings import Reduction, Size, Smoothing, field
+from contrastive_zoo.loss_base.settings import Bounds, Reduction, Size, Smoothing, field
+from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule
 from contrastive_zoo.ranks.world import World
@@ -31,6 +36,11 @@ class ClassLoss(LabelledLoss, engine="classes"):
     Losses with ``sub_centers`` have so many weight vectors for a class, of which the nearest counts; in losses with
     ``shard_over`` the ranks of ``World.of()`` or ``World.of(group)`` share the classes, and None keeps all weights on each.
 
+    With ``sample_rate`` r below 1 each step in training mode compares with ⌈r C⌉ of the C classes, as Partial-FC: with
+    those of all ranks' samples, even if they are more, and with others at random. The buffer ``step`` counts the steps.
+    Every rank draws the same classes, and a resumed training draws those of an uninterrupted one. In
+    :func:`contrastive_zoo.one_step` calls have the same random numbers.
+
     Args:
         num_classes: C.
         embedding_size: d.
@@ -42,6 +52,8 @@ class ClassLoss(LabelledLoss, engine="classes"):
         >>> from contrastive_zoo.losses.class_softmax import CosFace
         >>> CosFace(1_000, 8, sub_centers=3).weights.shape
         torch.Size([1000, 3, 8])
+
+    Source: of drawn classes, An et al. 2022, https://arxiv.org/abs/2203.15565
     """
 
     num_classes: Size = field(kw_only=False)
@@ -92,8 +104,7 @@ class ClassLoss(LabelledLoss, engine="classes"):
         return state_problem("weights", weights, embeddings)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        numbers, centers = self.weights.numel(), self.weights.shape[:-1].numel()
-        return [*super().entries(stated), Shared(numbers * stated.wide), Classes(["embeddings"], centers)]
+        return [*super().entries(stated), Classes(["embeddings"], len(self.weights), self.weights.shape[1:-1].numel())]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         """Return similarities to the weights.
@@ -116,18 +127,51 @@ class ClassSoftmax(ClassLoss):
     reduction: Reduction = "mean"
 
 
-class ShardableClassLoss(ClassSoftmax):
-    """A :class:`ClassSoftmax` with several weight vectors per class, if asked, and weights that ranks may share out."""
+class ShardableClassLoss(ClassSoftmax, Stateful):
+    """A :class:`ClassSoftmax` whose weights ranks may share out, and which may draw the classes of a step."""
 
     sub_centers: Size = 1
     shard_over: World | None = None
+    sample_rate: Annotated[float, Bounds(above=0, high=1, constant=True)] = 1.0
+
+    step: Tensor = field(init=False)
 
     def settings_problem(self) -> str | None:
-        if self.shard_over is None or isinstance(self.shard_over, World):
-            return super().settings_problem()
-        return f"shard_over is a World, such as World.of(), got {described(self.shard_over)}."
+        if not (self.shard_over is None or isinstance(self.shard_over, World)):
+            return f"shard_over is a World, such as World.of(), got {described(self.shard_over)}."
+        problem = super().settings_problem()
+        if problem is None and "weights" in self._parameters and "step" not in self._buffers and self.sample_rate != 1:
+            return f"sample_rate is 1 in a loss that was constructed with 1, got {self.sample_rate}. Construct another loss."
+        return problem
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shard_over is not None:  # a process group can be neither copied nor saved
             self.shard_over = World(self.shard_over.rank, self.shard_over.size)
+        if self.sample_rate != 1:
+            self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def _drawn(self, settings: SimpleNamespace, classes: int) -> int | None:
+        """Return how many classes a call compares with; None is all of them."""
+        draws = self.training and "step" in self._buffers
+        return math.ceil(round(float(settings.sample_rate) * classes, 6)) if draws else None  # 0.7 · 10 exceeds 7
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        *others, compared = super().entries(stated)
+        assert isinstance(compared, Classes)
+        return [*others, compared._replace(drawn=self._drawn(stated.settings, compared.classes))]
+
+    def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
+        pairs = super().pairs(batch, **how)
+        count = self._drawn(batch.settings, pairs.num_classes)
+        return pairs if count is None else pairs.drawn(count, self.step)
+
+    def result(self, batch: Batch, losses: Float[Tensor, " n"], statistics: Any = None) -> Tensor:
+        """Return the reduced losses; in training mode the state, if there is one, moves by the statistics of the call."""
+        if self.training and self._buffers:
+            self.record(statistics)
+        return batch.reduce(losses, reduction=self.reduction)
+
+    def move(self, calls: Sequence[Any]) -> None:
+        if "step" in self._buffers:
+            self.step.add_(1)

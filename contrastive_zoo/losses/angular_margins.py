@@ -14,7 +14,7 @@ from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.loss_base.class_loss import ShardableClassLoss
 from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Number, Positive, field
-from contrastive_zoo.loss_base.state import Stateful, move_towards
+from contrastive_zoo.loss_base.state import move_towards
 
 Angle = Annotated[float, Bounds("margins are angles 0 … π in radians", low=0, high=math.pi, constant=True)]
 
@@ -38,6 +38,7 @@ class ArcFace(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        sample_rate: r, the share of the classes that a training step draws; 1 is all.
         check_finite: refuse NaN and infinite embeddings.
 
     Examples:
@@ -56,7 +57,7 @@ class ArcFace(ShardableClassLoss):
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.settings
         losses = self.pairs(batch).cross_entropies(settings.scale, lambda s: _with_margin(s, settings.margin))
-        return batch.reduce(losses, reduction=self.reduction)
+        return self.result(batch, losses)
 
 
 def _with_margin(cosine: Tensor, margin: float | Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def _cosine_of_sum(cosine: Tensor, m: Tensor) -> Tensor:
     return cosine * m.cos() - sine * m.sin()
 
 
-class CurricularFace(ShardableClassLoss, Stateful):
+class CurricularFace(ShardableClassLoss):
     r"""Compute ArcFace with more weight on hard negatives as training proceeds.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
@@ -96,6 +97,7 @@ class CurricularFace(ShardableClassLoss, Stateful):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        sample_rate: the share of classes that training compares with.
         check_finite: refuse NaN and infinite embeddings.
 
     Examples:
@@ -128,11 +130,10 @@ class CurricularFace(ShardableClassLoss, Stateful):
         margin = torch.as_tensor(settings.margin, dtype=cosines.dtype)
         harder = _cosine_of_sum(cosines, margin), t
         losses = pairs.cross_entropies(settings.scale, lambda s: _with_margin(s, margin), harder=harder)
-        if self.training:
-            self.record((momentum, total, batch.total))
-        return batch.reduce(losses, reduction=self.reduction)
+        return self.result(batch, losses, (momentum, total, batch.total))
 
     def move(self, calls: Sequence[tuple[float | Tensor, Tensor, int]]) -> None:
+        super().move(calls)
         momenta, totals, counts = zip(*calls, strict=True)
         move_towards(self.mean_cosine, torch.stack(totals).sum() / sum(counts), 1 - momenta[-1])
 
@@ -147,8 +148,7 @@ class MagFace(ShardableClassLoss):
         m      = m_l + (m_u − m_l) (a − l) / (u − l)
         loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )  +  λ (a / u² + 1 / a)
 
-    For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in :class:`ArcFace`. The authors' code
-    has cos θ for θ > π/2.
+    For θ > π − m, cos θ − m sin m replaces cos(θ + m), as in :class:`ArcFace`. The authors' code has cos θ for θ > π/2.
 
     Args:
         num_classes: the number of classes, C.
@@ -160,9 +160,10 @@ class MagFace(ShardableClassLoss):
         scale: s > 0, dimensionless.
         norm_weight: λ.
         label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-        sub_centers: weight vectors for each class, of which the nearest counts.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for this rank's.
+        sub_centers: weight vectors for each class; the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        sample_rate: the share of classes that training compares with.
         check_finite: refuse NaN and infinite embeddings.
 
     Raises:
@@ -198,17 +199,17 @@ class MagFace(ShardableClassLoss):
         margin = settings.low_margin + steepness * (norms - low)
         losses = pairs.cross_entropies(settings.scale, lambda s: _with_margin(s, margin))
         losses = losses + settings.norm_weight * (norms / high**2 + 1 / norms)
-        return batch.reduce(losses, reduction=self.reduction)
+        return self.result(batch, losses)
 
 
-class AdaFace(ShardableClassLoss, Stateful):
+class AdaFace(ShardableClassLoss):
     r"""Compute a margin loss that asks more of embeddings with larger norms, of better images.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; pass embeddings unnormalised.
     :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d]. With a the norm of embedding x_i, at most 100, z the unit
     embeddings, w the unit weights, θ the angle between z_i and w_{y_i}, and ε = 0.001,
 
-        q      = h (a − M) / (S + ε), at least −1 and at most 1
+        q      = h (a − M) / (S + ε), in [−1, 1]
         loss_i = −log σ( s (cos(θ − m q) − m q − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
     without gradient through q. θ and θ − m q stay ε away from 0 and π. M and S average mean and standard deviation of all
@@ -223,9 +224,10 @@ class AdaFace(ShardableClassLoss, Stateful):
         scale: s > 0, dimensionless.
         momentum: μ, 0 … 1, the authors' ``1 - t_alpha``.
         label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all classes.
-        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
-        sub_centers: weight vectors for each class, of which the nearest counts.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for this rank's.
+        sub_centers: weight vectors per class; the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        sample_rate: the share of classes that training compares with.
         check_finite: refuse NaN and infinite embeddings.
 
     Examples:
@@ -268,11 +270,10 @@ class AdaFace(ShardableClassLoss, Stateful):
             return angle.clamp(_EPS, math.pi - _EPS).cos() - shift - settings.margin
 
         losses = pairs.cross_entropies(settings.scale, adapted)
-        if self.training:
-            self.record((momentum, sums))
-        return batch.reduce(losses, reduction=self.reduction)
+        return self.result(batch, losses, (momentum, sums))
 
     def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
+        super().move(calls)
         momenta, sums = zip(*calls, strict=True)
         for state, now in zip(
             (self.mean_norm, self.std_norm), _mean_and_deviation(torch.stack(sums).sum(0)), strict=True

@@ -32,6 +32,7 @@ class NormalizedSoftmax(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        sample_rate: r, the share of the classes that a training step draws; 1 is all.
         check_finite: refuse NaN and infinite embeddings.
 
     Examples:
@@ -47,7 +48,7 @@ class NormalizedSoftmax(ShardableClassLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.pairs(batch).cross_entropies(batch.scale(batch.settings.temperature))
-        return batch.reduce(losses, reduction=self.reduction)
+        return self.result(batch, losses)
 
 
 class ProxyNCA(ShardableClassLoss):
@@ -68,6 +69,7 @@ class ProxyNCA(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        sample_rate: r, the share of the classes that a training step draws; 1 is all.
         check_finite: refuse NaN and infinite embeddings.
 
     Examples:
@@ -83,7 +85,7 @@ class ProxyNCA(ShardableClassLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.pairs(batch).cross_entropies(2 * batch.scale(batch.settings.temperature))
-        return batch.reduce(losses, reduction=self.reduction)
+        return self.result(batch, losses)
 
 
 class CosFace(ShardableClassLoss):
@@ -103,6 +105,7 @@ class CosFace(ShardableClassLoss):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         sub_centers: weight vectors for each class, of which the nearest counts.
         shard_over: the ranks that share the classes; None keeps all weights on each.
+        sample_rate: r, the share of the classes that a training step draws; 1 is all.
         check_finite: refuse NaN and infinite embeddings.
 
     Examples:
@@ -119,7 +122,7 @@ class CosFace(ShardableClassLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.pairs(batch).cross_entropies(batch.settings.scale, lambda s: s - batch.settings.margin)
-        return batch.reduce(losses, reduction=self.reduction)
+        return self.result(batch, losses)
 
 
 class SoftTriple(ClassSoftmax):
@@ -313,9 +316,8 @@ class ProxyAnchor(ClassLoss):
     alpha: Positive = 32.0
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        shared, compared = [x for x in super().entries(stated) if not isinstance(x, Summed)]
         of_classes = len(self.weights) * stated.wide
-        return [shared, compared, *[Summed(of_classes)] * 4, Summed(8 * len(self.weights))]
+        return [super().entries(stated)[-1], *[Summed(of_classes)] * 4, Summed(8 * len(self.weights))]
 
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.settings

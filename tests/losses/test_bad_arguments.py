@@ -172,6 +172,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.NormalizedSoftmax(2, 3, shard_over=cz.World())(EYE, Y), "labels are classes 0 … 1, got 2. Number them"),
     (lambda: cz.NormalizedSoftmax(5, 3, shard_over=cz.World(0, 2))(EYE, Y), "hold the weights of 3 classes of 5"),
     (lambda: later(cz.ProxyAnchor(3, 3), weights=nn.Parameter(TOKENS))(EYE, Y), "weights are [classes, d] and as wide"),
+    (lambda: later(cz.CosFace(3, 3), sample_rate=0.5)(EYE, Y), "sample_rate is 1 in a loss that was"),
     (lambda: cz.CosFace(3, 4, shard_over=2), "shard_over is a World, such as World.of"),
     (lambda: cz.SwAV(3, 4)(EYE, EYE), "prototypes are [clusters, d] with d=3 as views"),
     (lambda: later(cz.SwAV(5, 3), prototypes=nn.Parameter(LABELS, False))(Z, Z), "prototypes are [clusters, d]"),

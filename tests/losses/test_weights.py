@@ -24,6 +24,8 @@ SHARDED: dict[str, Callable[[cz.World], cz.ClassLoss]] = {
         CLASSES, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)
     ),
     "CosFace": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0, label_smoothing=0.2),
+    "a part of the classes": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0, sample_rate=0.3),
+    "classes of the labels": lambda world: cz.CurricularFace(CLASSES, 4, shard_over=world, scale=8.0, sample_rate=0.01),
     "ProxyNCA": lambda world: cz.ProxyNCA(CLASSES, 4, shard_over=world),
     "ArcFace": lambda world: cz.ArcFace(CLASSES, 4, shard_over=world, sub_centers=2, scale=8.0),
     "MagFace": lambda world: cz.MagFace(CLASSES, 4, shard_over=world, low_norm=1.0, high_norm=3.0, scale=8.0),

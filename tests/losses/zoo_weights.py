@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.loss_base.class_loss import ClassLoss
+from contrastive_zoo.ranks.random_keys import random_keys
 from tests.zoo import Entry, row
 
 CLASSES, WIDTH = 64, 8
@@ -20,8 +22,8 @@ def fixed_weights(centers: int = 1) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(5)).double()
 
 
-PAST = {"mean_cosine": 0.25, "mean_norm": 2.0, "std_norm": 0.5}
-"""Of states that are moving averages."""
+PAST = {"mean_cosine": 0.25, "mean_norm": 2.0, "std_norm": 0.5, "step": 3}
+"""Of moving averages, and of a count of steps."""
 
 
 def prepare(loss: ClassLoss) -> None:
@@ -42,6 +44,16 @@ def cosines(z: Tensor, centers: int = 1) -> Tensor:
 
 def _one_hot(labels: Tensor) -> Tensor:
     return F.one_hot(labels, CLASSES).double()
+
+
+def dense_partial_fc(z: Tensor, labels: Tensor, sample_rate: float, label_smoothing: float = 0.0) -> Tensor:
+    """CosFace over the classes of all samples, and so many others, in the order of the numbers of the fourth step."""
+    order = random_keys(3, np.arange(CLASSES)).view(np.int64).argsort().tolist()
+    present = labels.unique().tolist()
+    others = [c for c in order if c not in present][: max(0, math.ceil(sample_rate * CLASSES) - len(present))]
+    place = {c: i for i, c in enumerate([*present, *others])}
+    logits = 64 * (cosines(z)[..., 0] - 0.35 * _one_hot(labels))[:, [*place]]
+    return F.cross_entropy(logits, torch.tensor([place[c] for c in labels.tolist()]), label_smoothing=label_smoothing)
 
 
 def dense_normalized_softmax(z: Tensor, labels: Tensor, temperature: Any = 0.05) -> Tensor:
@@ -143,6 +155,8 @@ ENTRIES = [
     of_classes("NormalizedSoftmax", dense_normalized_softmax),
     of_classes("ProxyNCA", dense_proxy_nca),
     of_classes("CosFace", dense_cos_face),
+    of_classes("CosFace, a part of the classes", dense_partial_fc, sample_rate=0.45, label_smoothing=0.2),
+    of_classes("CosFace, those of the labels", dense_partial_fc, sample_rate=0.02),
     of_classes("ArcFace", dense_arc_face),
     of_classes("ArcFace, smoothed sub-centers", dense_arc_face, sub_centers=3, label_smoothing=0.2),
     of_classes("CurricularFace", dense_curricular_face, momentum=0.8),
