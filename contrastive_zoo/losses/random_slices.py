@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -244,8 +244,8 @@ class RDMReg(_Sliced):
     r"""Compute the distance of two views plus that of embeddings from a sparse distribution, as Rectified LpJEPA.
 
     Called as ``loss(view1, view2)``, [n, d] each; an encoder ends with a ReLU.
-    With a, b the embeddings of the two views of all ranks, and N targets y_ik = max(0, μ + σ e_ik), where e has mean 0,
-    variance 1 and a Laplace or normal distribution,
+    With a, b the embeddings of the two views of all ranks, and N targets y_ik = max(0, μ + σ e_ik), where e has a
+    generalised normal distribution of variance 1, with a density proportional to exp(−|e / α|^p),
 
         loss = λ mean_{i,k} (a_ik − b_ik)²  +  ρ/2 Σ_{z∈{a,b}} W²(z, y)
 
@@ -258,7 +258,7 @@ class RDMReg(_Sliced):
     Args:
         embedding_size: the width of embeddings, d.
         num_slices: the number of directions.
-        target: ``"laplace"``, the authors' p = 1, or ``"normal"``, p = 2.
+        p: of e, 0.05 … 100; 1 is a Laplace distribution, 2 a normal one.
         shift: μ.
         scale: σ > 0; 1 is the authors' σ_GN.
         invariance: λ.
@@ -274,7 +274,7 @@ class RDMReg(_Sliced):
     """
 
     num_slices: Size = 8192
-    target: Literal["laplace", "normal"] = "laplace"
+    p: Annotated[float, Bounds(low=0.05, high=100, constant=True)] = 1.0
     shift: Number = 0.0
     scale: Positive = 1.0
     invariance: Number = 25.0
@@ -291,9 +291,7 @@ class RDMReg(_Sliced):
         z = torch.stack([batch.prepared(x, normalize=False) for x in batch.rows.values()], 1)
         drawn = _drawn(self.step, self.num_slices + batch.total, self.embedding_size)
         directions, normal = drawn[: self.num_slices].T, drawn[self.num_slices :].to(z)
-        # the absolute value of a normal number exceeds |e| with probability erfc(|e| / √2)
-        laplace = -normal.sign() * torch.erfc(normal.abs() / math.sqrt(2)).log() / math.sqrt(2)
-        targets = (settings.shift + settings.scale * (laplace if self.target == "laplace" else normal)).relu()
+        targets = (settings.shift + settings.scale * _generalized(normal, float(settings.p))).relu()
         loss = settings.invariance * batch.reduce((z[:, 0] - z[:, 1]).square().mean(1))
         loss = loss + settings.regularization * sliced_distance(
             batch, z, directions, lambda directions: (directions @ targets.T).sort(1).values
@@ -301,3 +299,22 @@ class RDMReg(_Sliced):
         if self.training:
             self.record(None)
         return loss
+
+
+def _generalized(normal: Tensor, p: float) -> Tensor:
+    """Return numbers with variance 1 and a density like exp(−|x / α|^p), at the quantiles of normal ones."""
+    size = normal.abs() / math.sqrt(2)
+    if p == 2:
+        return normal
+    if p == 1:
+        return -normal.sign() * torch.erfc(size).log() / math.sqrt(2)
+    # |x / α|^p has a gamma distribution. The logarithm of its survival function is a convex function of |x / α|^max(p, 1),
+    # so Newton's method from below never passes the root, which it has to the last digit after these iterations
+    q, gamma, tail = max(p, 1.0), math.gamma(1 + 1 / p), torch.erfc(size.double())
+    least = gamma * torch.erf(size.double())
+    y, shape = least**q, torch.full_like(tail, 1 / p)
+    for _ in range(4 + math.ceil(1 / p)):
+        survival = torch.special.gammaincc(shape, y ** (p / q))
+        y = y + (survival / tail).log() * survival * (y ** (p / q)).exp() * gamma * q * y ** (1 - 1 / q)
+    root = (y ** (1 / q)).where(y > 1e-290, least)
+    return (root.copysign(normal) * math.exp((math.lgamma(1 / p) - math.lgamma(3 / p)) / 2)).to(normal)

@@ -72,6 +72,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     ("LargeMarginSoftmax.margin LeJEPA.global_views LeJEPA.num_slices SIGReg.num_slices", (0, 1.5, *ANY)),
     ("SwAV.code_views FastAP.num_bins VISReg.global_views VISReg.num_slices RDMReg.num_slices", (0, 2.5, *ANY)),
     ("CosFace.sample_rate", (0.0, 1.1, *ANY)),
+    ("RDMReg.p", (0.01, 101.0, *ANY)),
     ("VISReg.lambda_", (-0.1, 1.1, *ANY)),
     ("LeJEPA.num_points SIGReg.num_points", (1, 2.5, *ANY)),
     ("Contrastive.power SignalToNoise.power AlignUniform.alpha", (0.5, *ANY)),

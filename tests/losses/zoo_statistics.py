@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -199,11 +200,10 @@ def dense_visreg(*views: Tensor) -> Tensor:
     return 0.3 * loss / len(views) + 0.7 * torch.stack([F.mse_loss(z, center) for z in views]).mean()
 
 
-def dense_rdmreg(a: Tensor, b: Tensor, target: str = "laplace") -> Tensor:
+def dense_rdmreg(a: Tensor, b: Tensor, p: float = 1.0) -> Tensor:
     directions, noise = first_numbers(a, 6 + len(a), WIDTH).split([6, len(a)])
-    if target == "laplace":  # of uniform numbers, by the inverse of the distribution function
-        tail = torch.special.ndtr(-noise.abs())
-        noise = -noise.sign() * (2 * tail).log() / math.sqrt(2)
+    size = stats.gennorm.isf(stats.norm.sf(noise.abs().numpy()), p) / stats.gennorm.std(p)
+    noise = noise.sign() * torch.from_numpy(size).to(noise)
     targets, loss = (noise - 0.25).relu(), 25 * F.mse_loss(a, b)
     for z in (a, b):
         x, y = ((rows @ F.normalize(directions, dim=1).T).sort(dim=0, stable=True).values for rows in (z, targets))
@@ -287,9 +287,9 @@ ENTRIES = [
         lambda_=0.3, scale_weight=2.0, shape_weight=3.0, center_weight=4.0,
     ),
     row("RDMReg", dense_rdmreg, "views", widened, embedding_size=WIDTH, num_slices=6, shift=-0.25),
-    row(
-        "RDMReg, normal", dense_rdmreg, "views", widened,
-        embedding_size=WIDTH, num_slices=6, shift=-0.25, target="normal",
+    *(
+        row(f"RDMReg, p = {p}", dense_rdmreg, "views", widened, embedding_size=WIDTH, num_slices=6, shift=-0.25, p=p)
+        for p in (0.4, 2.0, 3.5)
     ),
     row("KoLeo", dense_koleo, "labels", embeddings_alone),
     row("KoLeo, groups", dense_koleo, "labels", embeddings_alone, group_size=3),
