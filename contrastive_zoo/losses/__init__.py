@@ -35,7 +35,7 @@ from contrastive_zoo.losses.pair_margins import (
 from contrastive_zoo.losses.random_slices import LeJEPA, RDMReg, SIGReg, VISReg
 from contrastive_zoo.losses.ranking import FastAP, RankNContrast, SmoothAP
 from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
-from contrastive_zoo.losses.self_distillation import DINO, IBOT, NegativeCosine, SwAV
+from contrastive_zoo.losses.self_distillation import DINO, IBOT, MSN, NegativeCosine, SwAV
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.sogclr import SogCLR
@@ -47,7 +47,7 @@ from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalReg
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "GRAM", "HCL", "IBOT", "MNRL", "NCA", "NNCLR", "SINCERE", "AdaFace",
+    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "GRAM", "HCL", "IBOT", "MNRL", "MSN", "NCA", "NNCLR", "SINCERE", "AdaFace",
     "AlignUniform", "Angular", "AngularPrototypical", "ArcFace", "BarlowTwins", "CenterLoss", "Circle", "Clip",
     "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory", "CurricularFace", "CyclicConsistency",
     "FastAP", "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE", "KoLeo", "LargeMarginSoftmax", "LeJEPA",

@@ -15,9 +15,19 @@ from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.cost import Entry, Local, Shared, Summed
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.statistics import balanced_assignment
-from contrastive_zoo.loss_base.families import ViewLoss
+from contrastive_zoo.loss_base.families import ViewLoss, of_views
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Momentum, Positive, Reduction, Size, Temperature, field
+from contrastive_zoo.loss_base.settings import (
+    Bounds,
+    Momentum,
+    NonNegative,
+    Positive,
+    Reduction,
+    Size,
+    Temperature,
+    field,
+)
+from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.loss_base.state import Stateful, move_towards
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import ValueRule, described, safe_index
@@ -232,7 +242,39 @@ class IBOT(DINO):
         return batch.reduce(of_images, reduction=self.reduction)
 
 
-class SwAV(ViewLoss, engine="statistics"):
+class ClusterLoss(Loss, engine="statistics"):
+    """A loss of similarities to prototypes, the parameter ``prototypes``, of which a loss compares directions."""
+
+    num_prototypes: Size = field(kw_only=False)
+    embedding_size: Size = field(kw_only=False)
+    temperature: Temperature = 0.1
+
+    prototypes: nn.Parameter = field(init=False)
+
+    def __post_init__(self) -> None:
+        local = slice(0, self.num_prototypes)
+        self.prototypes = nn.Parameter(draw_weights(self.num_prototypes, self.embedding_size, local=local))
+
+    def compared(self, inputs: Inputs, embeddings: Tensor) -> Inputs:
+        """Return the inputs of a call with what must be right of the prototypes for these embeddings."""
+        prototypes, d, problem = self.prototypes, embeddings.shape[-1], inputs.problem
+        if prototypes.ndim != 2 or prototypes.shape[1] != d or not prototypes.is_floating_point():
+            problem = problem or f"prototypes are [clusters, d] with d={d} as views, got {described(prototypes)}."
+        problem = problem or state_problem("prototypes", prototypes, embeddings)
+        return replace(inputs, problem=problem, compared={"prototypes": list(prototypes.shape)})
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        products = Local([*stated.inputs.rows], 6 * self.prototypes.numel(), 5 * self.num_prototypes * stated.wide)
+        return [*super().entries(stated), Shared(self.prototypes.nbytes), products]
+
+    def similarities(self, batch: Batch, rows: Float[Tensor, "... d"]) -> Float[Tensor, "... K"]:
+        """Return the cosines of embeddings and prototypes."""
+        z = batch.prepared(rows, normalize=True)
+        unit = F.normalize(at_least_float32(batch.shared(self.prototypes)), dim=1).to(z.dtype)
+        return matmul(z.flatten(0, -2), unit.T).view(*z.shape[:-1], len(unit))
+
+
+class SwAV(ClusterLoss, ViewLoss, engine="statistics"):
     r"""Compute the loss of swapped predictions of cluster assignments.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d], the full-size crops first.
@@ -263,45 +305,87 @@ class SwAV(ViewLoss, engine="statistics"):
     Source: Caron et al. 2020, eqs. 2-5, https://arxiv.org/abs/2006.09882
     """
 
-    num_prototypes: Size = field(kw_only=False)
-    embedding_size: Size = field(kw_only=False)
-    temperature: Temperature = 0.1
     epsilon: Annotated[float, Bounds(above=0, constant=True)] = 0.05
     iterations: Annotated[int, _ITERATIONS] = 3
     code_views: Size = 2
     reduction: Reduction = "mean"
 
-    prototypes: nn.Parameter = field(init=False)
-
-    def __post_init__(self) -> None:
-        local = slice(0, self.num_prototypes)
-        self.prototypes = nn.Parameter(draw_weights(self.num_prototypes, self.embedding_size, local=local))
-
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
-        stated, compared = super().inputs(*views), {"prototypes": list(self.prototypes.shape)}
-        return replace(stated, problem=stated.problem or self._problem(views), compared=compared)
+        stated, too_few = of_views(views), None
+        if self.code_views > len(views):
+            too_few = f"1 <= code_views <= {len(views)}, got {self.code_views}."
+        return self.compared(replace(stated, problem=stated.problem or too_few), views[0])
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         codes = [Summed(self.code_views * self.num_prototypes * stated.wide)] * (2 * self.iterations)
-        products = Local([*stated.inputs.rows], 6 * self.prototypes.numel(), 5 * self.num_prototypes * stated.wide)
-        return [*super().entries(stated), Shared(self.prototypes.nbytes), products, *codes]
+        return [*super().entries(stated), *codes]
 
     def compute(self, batch: Batch) -> Tensor:
         settings, views = batch.settings, len(batch.rows)
         scale = batch.scale(settings.temperature)
-        z = batch.prepared(torch.cat([*batch.rows.values()]), normalize=True)
-        unit = F.normalize(at_least_float32(batch.shared(self.prototypes)), dim=1).to(z.dtype)
-        scores = matmul(z, unit.T).unflatten(0, (views, -1))  # view, sample, cluster
+        scores = self.similarities(batch, torch.stack([*batch.rows.values()]))  # view, sample, cluster
         of_codes = scores.detach()[: settings.code_views]
         codes = balanced_assignment(batch, of_codes, epsilon=settings.epsilon, iterations=settings.iterations)
         predicted = (scale * scores).log_softmax(2)
         losses = [-(q * predicted[v]).sum(1) for u, q in enumerate(codes) for v in range(views) if v != u]
         return batch.reduce(torch.stack(losses).mean(0), reduction=self.reduction)
 
-    def _problem(self, views: tuple[Tensor, ...]) -> str | None:
-        prototypes, d = self.prototypes, views[0].shape[1]
-        if prototypes.ndim != 2 or prototypes.shape[1] != d or not prototypes.is_floating_point():
-            return f"prototypes are [clusters, d] with d={d} as views, got {described(prototypes)}."
-        if self.code_views > len(views):
-            return f"1 <= code_views <= {len(views)}, got {self.code_views}."
-        return state_problem("prototypes", prototypes, views[0])
+
+class MSN(ClusterLoss, engine="statistics"):
+    r"""Compute the loss of masked Siamese networks: masked views predict the cluster of the whole image.
+
+    With z^m the student's unit embeddings of view m of all ranks, y the teacher's, c the unit prototypes, and B the balanced
+    assignment, Sinkhorn's iterations,
+
+        p^m_i = softmax_k(z^m_i·c / t),      q_i = B( softmax_k(y_i·c / t') ),      a = mean of p over i and m
+        loss  = − mean over i and m of Σ_k q_ik log p^m_ik  +  λ Σ_k a_k log a_k
+
+    The targets q carry no gradient. The last term is minus the entropy of a, the mean over the samples of all ranks. The
+    authors' code adds λ log K. The parameter is ``loss.prototypes``, [K, d], drawn standard normal; the loss normalises it.
+
+    Called as ``loss(student, teacher)``:
+
+    - student: [n, d], or [n, m, d] for m masked views: ``torch.stack(views, 1)``. n may differ between ranks.
+    - teacher: [n, d], a momentum encoder's embeddings of another view, used without gradient.
+
+    Args:
+        num_prototypes: K.
+        embedding_size: the width of embeddings, d.
+        temperature: t > 0; a tensor or module is learnable.
+        teacher_temperature: t' > 0, the paper's temperature times that of its sharpening.
+        iterations: number of Sinkhorn iterations, 0 … 10,000; 0 leaves the teacher's softmax, the authors have 3.
+        entropy_weight: λ ≥ 0.
+        check_finite: refuse NaN and infinite embeddings.
+
+    Examples:
+        >>> loss = MSN(2, 2, temperature=1.0, teacher_temperature=0.25)
+        >>> _ = loss.load_state_dict({"prototypes": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.eye(2)).detach()   # log(e + 1) − e⁴/(e⁴ + 1) − log 2
+        tensor(-0.3619)
+
+    Source: Assran et al. 2022, eq. 1, https://arxiv.org/abs/2204.07141
+    """
+
+    teacher_temperature: Annotated[float, Bounds(above=0, constant=True)] = 0.025
+    iterations: Annotated[int, _ITERATIONS] = 0
+    entropy_weight: NonNegative = 1.0
+
+    def inputs(self, student: Float[Tensor, "n m d"] | Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
+        no_views = candidates_problem("student", student, at_least=1) if student.ndim == 3 else None
+        return self.compared(Inputs({"student": student, "teacher": teacher}, no_views), teacher)
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        sums = [Summed(self.num_prototypes * stated.wide)] * (2 * self.iterations + 2)
+        return [*super().entries(stated), *sums]
+
+    def compute(self, batch: Batch) -> Tensor:
+        student, teacher = batch.rows.values()
+        views = student if student.ndim == 3 else student[:, None]
+        scores = self.similarities(batch, torch.cat([views, teacher.detach()[:, None]], 1))
+        predicted = (batch.scale(batch.settings.temperature) * scores[:, :-1]).log_softmax(2)
+        sharpened = (scores[:, -1].detach() / batch.settings.teacher_temperature).log_softmax(1)
+        targets = balanced_assignment(batch, sharpened, epsilon=1.0, iterations=self.iterations)
+        losses = -(targets[:, None] * predicted).sum(2).mean(1)
+        total = batch.log_sum_exp(predicted.flatten(0, 1).logsumexp(0), gradient="complete")
+        mean = total - math.log(batch.total * views.shape[1])  # its logarithm
+        return batch.reduce(losses) + batch.settings.entropy_weight * (mean.exp() * mean).sum().to(losses.dtype)

@@ -1,5 +1,6 @@
 """Formulas of other people: those of sentence-transformers, lightly, open_clip and pytorch-metric-learning."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -278,6 +279,20 @@ def ibot(labels: Tensor) -> tuple[Loss, Loss]:
     return lambda x: ours(x, teacher, mask.sum(1)), lambda x: theirs(teacher, x, mask[:, None])
 
 
+def msn(labels: Tensor) -> tuple[Loss, Loss]:
+    """It adds log 9, of its prototypes."""
+    theirs, ours, (teacher, _) = (
+        peer("lightly.loss.msn_loss.MSNLoss")(),
+        cz.MSN(9, 4, iterations=3),
+        other_views(labels),
+    )
+    prototypes = ours.double().prototypes.detach()
+    return (
+        lambda *x: ours(torch.stack(x, 1), teacher),
+        lambda *x: theirs(torch.cat(x), teacher, prototypes) - math.log(9),
+    )
+
+
 def distilled(labels: Tensor) -> tuple[Loss, Loss]:
     ours, teacher = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1), other_views(labels)
     theirs = peer("open_clip.loss.DistillClipLoss")()
@@ -352,6 +367,7 @@ OF_IMAGES: dict[str, Peer] = {
     "LeJEPA": Peer(lejepa, 3),
     "VISReg": Peer(visreg, 3, tolerance=1e-6),
     "SwAV": Peer(swav, 3),
+    "MSN": Peer(msn, 2),
     "DINO": Peer(dino, 3),
     "IBOT": Peer(ibot),
     "Clip": open_clip("ClipLoss", cz.Clip(temperature=0.2), 5.0),

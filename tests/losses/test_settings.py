@@ -84,7 +84,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     ("MultiSimilarity.epsilon", (math.inf, -math.inf, "1")),
     ("Angular.alpha", (0.0, 90.0, *ANY)),
     ("ArcFace.margin CurricularFace.margin MagFace.low_margin MagFace.high_margin", (-0.1, 3.2, *ANY)),
-    ("SwAV.iterations DINO.iterations IBOT.iterations", (-1, 1.5, *ANY)),
+    ("SwAV.iterations DINO.iterations IBOT.iterations MSN.iterations", (-1, 1.5, *ANY)),
     ("KoLeo.group_size", (1, 2.5, math.inf, "1", 10**400)),
     ("TupletMargin.margin", (-1.0, 181.0, *ANY)),
 ]

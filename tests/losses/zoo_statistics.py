@@ -1,6 +1,7 @@
 """Feature statistics, clusters and teachers for the table of losses under test, each with its paper's dense formula."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Entry, itself, roots, row
+from tests.zoo import Arguments, Entry, itself, roots, row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -126,6 +127,21 @@ def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor
         q = sinkhorn(scores[u], 0.05)
         losses += [-(q * F.log_softmax(s / temperature, 1)).sum(1).mean() for v, s in enumerate(scores) if v != u]
     return torch.stack(losses).mean()
+
+
+def masked_views(*views: Tensor) -> tuple[Tensor, Tensor]:
+    """The student is its own teacher of the last view."""
+    return torch.stack(widened(*views), 1), widened(*views)[-1]
+
+
+def dense_msn(student: Tensor, teacher: Tensor, temperature: Any = 0.1, iterations: int = 0) -> Tensor:
+    c = F.normalize(fixed_prototypes(), dim=1)
+    p = (F.normalize(student, dim=2) @ c.T / temperature).softmax(2)
+    targets = (F.normalize(teacher.detach(), dim=1) @ c.T / 0.1).softmax(1) ** 4
+    targets = targets / targets.sum(1, keepdim=True)
+    targets = sinkhorn(targets.log(), 1.0) if iterations else targets
+    mean = p.mean((0, 1))
+    return -(targets[:, None] * p.log()).sum(2).mean() + 0.5 * (mean * mean.log()).sum()
 
 
 def of_teacher(teacher: Tensor, centering: str) -> Tensor:
@@ -251,11 +267,11 @@ CLUSTERS = {"num_prototypes": PROTOTYPES, "embedding_size": WIDTH}
 OUTPUTS = {"out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7}
 
 
-def swav(name: str, **how: int) -> Entry:
-    def prepare(loss: cz.SwAV) -> None:
+def clusters(name: str, dense: Callable[..., Tensor], arguments: Arguments, **how: Any) -> Entry:
+    def prepare(loss: cz.SwAV | cz.MSN) -> None:
         loss.prototypes.data.copy_(fixed_prototypes())
 
-    return row(name, dense_swav, "views", widened, prepare=prepare, **how, **CLUSTERS)
+    return row(name, dense, "views", arguments, prepare=prepare, **how, **CLUSTERS)
 
 
 def dino(name: str, **how: Any) -> Entry:
@@ -296,8 +312,10 @@ ENTRIES = [
     row("OrthogonalRegularization", dense_orthogonal, "labels", embeddings_alone),
     row("NegativeCosine", dense_negative_cosine, kind=NegativeCosineOfViews),
     row("FLOPS", dense_flops, "views", own_negatives, 4, query_weight=0.5),
-    swav("SwAV"),
-    swav("SwAV, three views", views=3),
+    clusters("SwAV", dense_swav, widened),
+    clusters("SwAV, three views", dense_swav, widened, views=3),
+    clusters("MSN", dense_msn, masked_views, entropy_weight=0.5),
+    clusters("MSN, Sinkhorn", dense_msn, masked_views, views=3, entropy_weight=0.5, iterations=3),
     dino("DINO"),
     dino("DINO, three views", views=3),
     dino("DINO, Sinkhorn", views=3, centering="sinkhorn"),
