@@ -94,10 +94,10 @@ def _volume_losses(
 ) -> tuple[Tensor, Tensor]:
     volumes = _volumes(block.candidates, block.anchors).T if of_bases else _volumes(block.anchors, block.candidates)
     logits = -volumes / temperature
-    own = logits.where(block.positive, 0).sum(1)
-    losses = cross_entropy(own, masked_log_sum_exp(logits, block.negative))
+    partner = logits.where(block.positive, 0).sum(1)
+    losses = cross_entropy(partner, masked_log_sum_exp(logits, block.negative))
     if smooths(label_smoothing):
-        losses = losses + label_smoothing * (own - logits.mean(1))
+        losses = losses + label_smoothing * (partner - logits.mean(1))
     return losses, block.positive.any(1)
 
 
