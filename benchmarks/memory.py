@@ -35,6 +35,7 @@ def arguments(entry: Entry, rows: int, width: int) -> list[Tensor]:
     shapes = {"rows": (n, width), "negatives": (n, width), "several": (n, several, width)}
     others = {
         "labels": torch.arange(n) % CLASSES,
+        "hierarchy": torch.stack([torch.arange(n) % k for k in (CLASSES // 4, CLASSES)], 1),
         "binary": torch.arange(n) % 2,
         "counts": torch.ones(n, dtype=torch.int64),
         "scores": torch.rand(n),

@@ -176,6 +176,9 @@ READS = {
     "MaxSim": "the numbers of tokens",
     "CosFace, those of the labels": "the number of classes of a batch, which may be more than a share of all",
     "IBOT": "which patches are masked, as its row of the table selects them",
+    "PaCo, keys": "which samples have a key, as its row of the table selects them",
+    "GE2E": "which embeddings are the last of their classes",
+    "HMLC": "which samples coarser levels compare",
 }
 """What some losses need to know before they compute; :func:`reading` calls the other losses of a family by their names."""
 

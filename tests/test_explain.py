@@ -43,6 +43,7 @@ def labels(n: int) -> Tensor:
 KINDS: dict[str, Callable[[int, int], Tensor]] = {
     "rows": lambda n, d: embeddings(n, d),
     "labels": lambda n, d: labels(n),
+    "hierarchy": lambda n, d: torch.stack([labels(n) // 2, labels(n)], 1),
     "binary": lambda n, d: torch.arange(n) % 2,
     "counts": lambda n, d: torch.ones(n, dtype=torch.int64),
     "several": lambda n, d: embeddings(n, 3, d),
@@ -167,7 +168,7 @@ def assert_sent(found: Step, formula: Cost) -> None:
 
 UNEVEN = [4, 8, 0, 6]
 # whose anchors or candidates are chosen by their labels: at most what the formula says
-DATA_DEPENDENT = {"n-pairs", "ge2e", "angular-prototypical"}
+DATA_DEPENDENT = {"n-pairs", "ge2e", "angular-prototypical", "hmlc"}
 
 
 @pytest.mark.parametrize(("name", "sizes"), drawn(CATALOGUE, [UNEVEN, [8, 8]], one_in=2), ids=str)

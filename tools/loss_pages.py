@@ -22,12 +22,13 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "several": (3, WIDTH),
     "negatives": (WIDTH,),
     "labels": (),
+    "hierarchy": (3,),
     "binary": (),
     "counts": (),
     "scores": (),
     "several scores": (3,),
 }
-_INTEGERS = ("labels", "binary", "counts")
+_INTEGERS = ("labels", "hierarchy", "binary", "counts")
 
 
 def by_class() -> dict[str, list[Entry]]:

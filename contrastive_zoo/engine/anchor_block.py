@@ -80,7 +80,8 @@ class BlockLoss:
 
     The function returns the losses of the block's anchors, [c], and whether or how many times each of them counts, [c];
     row i depends on anchor i only. A loss that adds several means returns them as ``terms`` columns, [c, terms] both. A
-    setting that is a tensor is learnable; ``module`` is the user's module that the function calls, if there is one.
+    setting that is a tensor is learnable; ``module`` is the user's module that the function calls, if there is one. The
+    function compares anchors with ``columns`` more than the candidates, such as class weights.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class BlockLoss:
         function: Callable[..., tuple[Tensor, Tensor]],
         *,
         terms: int = 1,
+        columns: int = 0,
         module: nn.Module | None = None,
         **settings: Any,
     ) -> None:
         self.function, self.settings = function, settings
-        self.terms, self.module = terms, module
+        self.terms, self.columns, self.module = terms, columns, module
 
     @property
     def learnable(self) -> dict[str, Tensor]:
@@ -153,7 +155,7 @@ class RowwiseSweep:
     ) -> None:
         self.loss, self.layout = loss, layout
         self.anchors, self.candidates = anchors.detach(), candidates.detach()
-        self.first_of_equals = first_of_equals(self.candidates)
+        self.first_of_equals, self.columns = first_of_equals(self.candidates), len(candidates) + loss.columns
         # leaves of the graph of each block, which ends at them
         self.learnable = {name: x.detach().requires_grad_() for name, x in zip(loss.learnable, learnable, strict=True)}
 
@@ -168,7 +170,7 @@ class RowwiseSweep:
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.loss.terms)
         with torch.no_grad():
             candidates = share_across_blocks(self.candidates)
-            for rows in anchor_slices(self.anchors, len(self.candidates)):
+            for rows in anchor_slices(self.anchors, self.columns):
                 losses[rows], counts[rows] = self._block_losses(rows, self.anchors[rows], candidates)
         return losses, counts
 
@@ -191,7 +193,7 @@ class RowwiseSweep:
         # allocated once, so that no small tensor stays allocated between blocks
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.loss.terms)
         candidates = share_across_blocks(self.candidates)
-        for rows in anchor_slices(self.anchors, len(self.candidates)):
+        for rows in anchor_slices(self.anchors, self.columns):
             with inner_graph():
                 anchors = self.anchors[rows].requires_grad_()
                 block_losses, counts[rows] = self._block_losses(rows, anchors, candidates)

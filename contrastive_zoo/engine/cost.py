@@ -102,6 +102,7 @@ class Blocks(NamedTuple):
     watched: bool = False  # whether ranks ask each other if the loss has drawn random numbers
     width: int = 0  # of candidates that are made for this entry, such as concatenated features
     matmuls: Number = 3  # of N × d × N, forward and backward
+    columns: int = 0  # what each rank compares its anchors with beside the candidates, such as class weights
 
     def note(self, to: Ledger) -> None:
         # whether the weight of an anchor is known in the backward pass only
@@ -124,10 +125,11 @@ class Blocks(NamedTuple):
             to.sum("sums and counts", (3 if self.watched else 2) * self.terms * SUM)
         elif self.watched:
             to.sum("whether the loss has drawn random numbers", FLOAT)
-        to.flop += 2 * of.width * of.pairs * (self.matmuls + later)
+        compared = of.candidates.total + self.columns
+        to.flop += 2 * of.width * (of.pairs + of.anchors * self.columns) * (self.matmuls + later)
         local, total = (of.anchors + of.candidates.size) * of.row, of.candidates.total * of.row
-        height = block_height(of.candidates.total * of.wide, budget(), on_cpu=to.situation.on_cpu)
-        matrices = _MATRICES * min(of.anchors, height) * of.candidates.total * of.wide
+        height = block_height(compared * of.wide, budget(), on_cpu=to.situation.on_cpu)
+        matrices = _MATRICES * min(of.anchors, height) * compared * of.wide
         arrived, sweep = to.arrived(of, of.wide), 2 * total + max(total, matrices)
         to.hold(local if self.width else 0)
         if later:

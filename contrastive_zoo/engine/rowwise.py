@@ -33,7 +33,7 @@ __all__ = ["AnchorBlock", "BlockLoss", "reduce_rows"]
 def reduce_rows(
     batch: Batch,
     loss: BlockLoss,
-    anchors: Float[Tensor, "n d"] | Candidates,
+    anchors: Float[Tensor, "n e"] | Candidates,
     ids: Int[Tensor, " n"],
     *,
     times: int = 1,
@@ -96,7 +96,7 @@ def reduce_rows(
 def blocks_of(loss: BlockLoss, anchors: Names, candidates: Names | Stored = (), **how: Any) -> Blocks:
     """Return what :func:`reduce_rows` of a loss sends, as data."""
     parameters = [x.nbytes for x in loss.learnable.values()]
-    return Blocks(anchors, candidates, parameters=parameters, terms=loss.terms, **how)
+    return Blocks(anchors, candidates, parameters=parameters, terms=loss.terms, columns=loss.columns, **how)
 
 
 @without_autocast

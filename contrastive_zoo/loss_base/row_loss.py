@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -115,9 +115,9 @@ class RowLoss(AnchorLoss):
         """Return this loss of a block, with the settings of this step: a copy if these are others than its attributes."""
         attributes, now = vars(self), vars(batch.settings)
         # names with a dot: those of no argument
-        values = {f"settings.{name}": x for name, x in now.items() if isinstance(x, Tensor)}
+        values: dict[str, Any] = {f"settings.{name}": x for name, x in now.items() if isinstance(x, Tensor)}
         others = ((name, x) for name, x in self.named_parameters() if name.partition(".")[0] not in now)
-        parameters = {f"module.{name}": x for name, x in others if x.requires_grad}
+        parameters: dict[str, Any] = {f"module.{name}": x for name, x in others if x.requires_grad}
         loss = self
         if values or any(name not in attributes or x is not attributes[name] for name, x in now.items()):
             loss = copy.copy(self)

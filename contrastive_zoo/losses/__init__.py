@@ -18,6 +18,7 @@ from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
 from contrastive_zoo.losses.distillation import ClipDistillation, MarginMSE, ScoreDistillation
 from contrastive_zoo.losses.image_text import CyclicConsistency, InfoLOOB
 from contrastive_zoo.losses.info_nce import Clip, InfoNCE
+from contrastive_zoo.losses.long_tails import BalSCL, PaCo
 from contrastive_zoo.losses.max_sim import MaxSim, MaxSimPairwise
 from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
@@ -41,22 +42,22 @@ from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructu
 from contrastive_zoo.losses.sogclr import SogCLR
 from contrastive_zoo.losses.sparse import FLOPS
 from contrastive_zoo.losses.speakers import GE2E, AngularPrototypical
-from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
+from contrastive_zoo.losses.sup_con import HMLC, NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.losses.triplet import Angular, MegaBatchMargin, Triplet
 from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalRegularization
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "GRAM", "HCL", "IBOT", "MNRL", "MSN", "NCA", "NNCLR", "SINCERE", "AdaFace",
-    "AlignUniform", "Angular", "AngularPrototypical", "ArcFace", "BarlowTwins", "CenterLoss", "Circle", "Clip",
-    "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory", "CurricularFace", "CyclicConsistency",
-    "FastAP", "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE", "KoLeo", "LargeMarginSoftmax", "LeJEPA",
-    "LiftedStructure", "MagFace", "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise", "MegaBatchMargin",
-    "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent", "NegativeCosine",
-    "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "ProxyAnchor", "ProxyNCA", "RDMReg",
-    "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise", "SmoothAP", "SoftTriple",
-    "SogCLR", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo", "Triplet", "TupletMargin", "VICReg", "VISReg",
-    "WeightedSum",
+    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "GRAM", "HCL", "HMLC", "IBOT", "MNRL", "MSN", "NCA", "NNCLR", "SINCERE",
+    "AdaFace", "AlignUniform", "Angular", "AngularPrototypical", "ArcFace", "BalSCL", "BarlowTwins", "CenterLoss",
+    "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory", "CurricularFace",
+    "CyclicConsistency", "FastAP", "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE", "KoLeo", "LargeMarginSoftmax",
+    "LeJEPA", "LiftedStructure", "MagFace", "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise",
+    "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent",
+    "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "PaCo", "ProxyAnchor",
+    "ProxyNCA", "RDMReg", "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise",
+    "SmoothAP", "SoftTriple", "SogCLR", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo", "Triplet",
+    "TupletMargin", "VICReg", "VISReg", "WeightedSum",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker would take any name

@@ -51,7 +51,7 @@ def memory_input(loss: Any) -> MemoryInput:
         return "references"
     raise ValueError(
         f"CrossBatchMemory: {loss_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
-        "a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
+        "BalSCL, a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
         "triplet losses), or a function of (queries, keys, negatives)."
     )
 
@@ -74,7 +74,7 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
 class CrossBatchMemory(Loss):
     """Compute ``loss`` against a memory M of earlier batches of all ranks; embeddings in M carry no gradient.
 
-    - A loss of **labels** (SupCon, SINCERE, NCA, TupletMargin, any :class:`contrastive_zoo.RowLoss`,
+    - A loss of **labels** (SupCon, SINCERE, NCA, TupletMargin, BalSCL, any :class:`contrastive_zoo.RowLoss`,
       third-party losses with ``ref_emb`` and ``ref_labels``): the batch enters M; then each of its embeddings is an anchor,
       compared with all of M but itself:
 
@@ -144,8 +144,14 @@ class CrossBatchMemory(Loss):
         labelled = self.memory_input in ("candidates", "references")
         names = ("embeddings", "labels") if labelled else ("queries", "keys")
         arguments = {**dict(zip(names, (rows, partners), strict=True)), "enqueue_mask": enqueue_mask}
-        problem = self._problem(rows, partners, labelled=labelled)
-        return Inputs.of(arguments, problem, compared=self._inner_settings() | self.memory.compared_state())
+        problem, inner = self._problem(rows, partners, labelled=labelled), Inputs({})
+        if problem is None and self._is_own():
+            # a rank's share of the memory has the shape of keys
+            more = {"negatives": partners[:0]} if self._way() == "sharded negatives" else {}
+            inner = self.loss.inputs(rows, partners, **more)  # type: ignore[attr-defined]  # a Loss
+            problem = None if inner.problem is None else f"{loss_name(self.loss)}: {inner.problem}"
+        compared = self._inner_settings() | self.memory.compared_state()
+        return Inputs.of(arguments, problem, values=inner.values, compared=compared)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         """Return what a step takes once the memory is full."""
@@ -228,11 +234,7 @@ class CrossBatchMemory(Loss):
         if partners.ndim != 2 - labelled:
             expected = "labels, integer [n]" if labelled else "keys, floating-point [n, d]"
             return f"partners of {loss_name(self.loss)} are {expected}, got {described(partners)}."
-        problem = self.memory.width_problem(rows if labelled else partners)
-        if problem is None and self._way() == "sharded negatives":  # whose share of a rank has the shape of keys
-            inner = self.loss.inputs(rows, partners, negatives=partners[:0]).problem  # type: ignore[attr-defined]  # a Loss
-            problem = None if inner is None else f"{loss_name(self.loss)}: {inner}"
-        return problem
+        return self.memory.width_problem(rows if labelled else partners)
 
     def _inner_settings(self) -> dict[str, Any]:
         if not isinstance(self.loss, Loss):

@@ -1,14 +1,17 @@
 """Softmax over labelled embeddings: SupCon and its relatives."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Local, Pairs, Summed
 from contrastive_zoo.engine.masked import masked_log_sum_exp
@@ -17,7 +20,7 @@ from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
-from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs
+from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Temperature, Threshold
 from contrastive_zoo.loss_base.shapes import candidates_problem
@@ -197,6 +200,83 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
 def _other_labels(count: int, least: int, most: int) -> str:
     fix = BATCH_IN_BATCH if count == 1 else "Pass class numbers as [n]."
     return f"labels [n, C] are 1 for each label of a sample and else 0, got {least} … {most}. {fix}"
+
+
+class HMLC(Loss, engine="softmax", has_kernel=True):
+    r"""Compute the hierarchical multi-label contrastive loss: the weighted mean of SupCon over the levels of a hierarchy.
+
+    Called as ``loss(embeddings, labels)``, [n, d] or [n, v, d], v views of each sample, and [n, L] integers, the coarsest
+    label first. Two samples are of one class at level l if they share their first l labels. With :class:`SupCon`, over the
+    unit embeddings of all ranks, and its mean S_l at level l,
+
+        loss = 1/L Σ_l λ_l L_l,       L_l = max(S_l, L_{l+1}), the hierarchical constraint, or S_l
+
+    This is the paper's HiMulConE. HiMulCon has no constraint, HiConE weights of 1. The paper constrains the losses of pairs;
+    the authors' code, and this loss, constrain means.
+
+    Args:
+        temperature: t > 0; a tensor or module is learnable.
+        level_weights: λ, a number for each level, the coarsest first; None: exp(1), exp(1/2), … from the finest on.
+        constrained: whether a level has at least the loss of the next finer one.
+        one_per_class: whether only one sample of each class of a finer level is compared at the coarser ones, as in the
+            authors' code: the first by still finer labels, and then in rank order. False compares all, as in the paper.
+        check_finite: refuse NaN and infinite embeddings.
+
+    Raises:
+        ValueError: other numbers of weights and of levels.
+
+    Examples:
+        >>> z, labels = torch.eye(3)[[0, 0, 1]], torch.tensor([[0, 0], [0, 0], [0, 1]])
+        >>> HMLC(temperature=1.0, level_weights=[0.0, 1.0])(z, labels)   # (log(e + 1) − 1) / 2
+        tensor(0.1566)
+
+    Source: Zhang et al. 2022, eqs. 3-5, https://arxiv.org/abs/2204.13207
+    """
+
+    temperature: Temperature = 0.07
+    level_weights: Sequence[float] | None = None
+    constrained: bool = True
+    one_per_class: bool = True
+
+    def inputs(self, embeddings: Float[Tensor, "n d"] | Float[Tensor, "n v d"], labels: Int[Tensor, "n L"]) -> Inputs:
+        levels = max(1, labels.shape[1] if self.level_weights is None else len(self.level_weights))
+        problem = candidates_problem("embeddings", embeddings, at_least=1)
+        if labels.shape[1] != levels:
+            problem = f"labels are [n, {levels}], with level_weights={self.level_weights}, got {described(labels)}."
+        return Inputs({"embeddings": embeddings, "labels": labels}, problem)
+
+    def needs(self, inputs: Inputs) -> Needs:
+        return super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        """Return what it costs at most: how many samples a coarser level compares depends on the labels."""
+        embeddings, labels = stated.inputs.rows.values()
+        level = replace(stated, inputs=Inputs({"embeddings": embeddings, "labels": labels[:, 0]}))
+        return [Gathered(["labels"], 8 * labels.shape[1]), *SupCon().entries(level) * labels.shape[1]]
+
+    def compute(self, batch: Batch) -> Tensor:
+        levels, losses = list[Tensor](), list[Tensor]()
+        order, local = torch.arange(batch.total, device=batch.first.device), batch.samples.local
+        compared: Tensor | None = None
+        ids = torch.zeros_like(order)
+        settings = SimpleNamespace(temperature=batch.settings.temperature, base_temperature=None)
+        for column in batch.gather_detached(batch.rows["labels"].long()).unbind(1):
+            ids = class_numbers(ids * batch.total + class_numbers(column)[0])[0]
+            levels.append(ids)
+        for ids in reversed(levels):
+            rows, shards = {"embeddings": batch.first, "labels": ids[local]}, batch.samples
+            if compared is not None:
+                rows, shards = {name: x[compared[local]] for name, x in rows.items()}, shards.selected(compared)
+            loss = SupCon().compute(replace(batch, rows=rows, shards=dict.fromkeys(rows, shards), settings=settings))
+            losses.append(torch.maximum(loss, losses[-1]) if self.constrained and losses else loss)
+            if self.one_per_class:
+                places = order if compared is None else order.where(compared, batch.total)
+                first = torch.full_like(places, batch.total).scatter_reduce(0, ids, places, "amin")
+                compared, order = first[ids] == places, ids
+        if batch.first.ndim == 2:  # without views only the coarsest classes may have positives
+            batch.note_labels(levels[0])
+        weights = self.level_weights or [math.exp(1 / (len(levels) - i)) for i in range(len(levels))]
+        return torch.stack([weight * x for weight, x in zip(weights, losses[::-1], strict=True)]).mean()
 
 
 class SINCERE(RowLoss):

@@ -168,7 +168,7 @@ def explain_step(
         from contrastive_zoo.testing.check_target import find_target
 
     shapes: dict[str, tuple[int, ...]] = {"rows": (rows, width), "several": (rows, SEVERAL, width)}
-    shapes |= {"negatives": (rows, width), "several scores": (rows, SEVERAL)}
+    shapes |= {"negatives": (rows, width), "several scores": (rows, SEVERAL), "hierarchy": (rows, SEVERAL)}
     sys.path.insert(0, os.getcwd())
     settings, entry = dict(map(_setting, setting or [])), find_entry(target)
     kinds = ["rows", "labels" if call == "labels" else "rows"]
@@ -181,7 +181,7 @@ def explain_step(
             loss, kinds = entry.loss(**settings), [*entry.kinds.values()]
         if not isinstance(loss, contrastive_zoo.DistributedLoss):
             loss = contrastive_zoo.DistributedLoss(loss, ring=ring)
-        of = {"labels": torch.int64, "binary": torch.int64}
+        of = dict.fromkeys(("labels", "binary", "hierarchy"), torch.int64)
         tensors = [
             torch.empty(shapes.get(kind, (rows,)), dtype=of.get(kind, torch.float32), device="meta")
             for kind in kinds

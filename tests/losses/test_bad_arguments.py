@@ -97,7 +97,7 @@ def may_be_right(mistake: str, loss: nn.Module, arguments: dict[str, Tensor], na
     return {
         "None": name in call_form(type(loss)).optional and name != "labels",
         "one sample less": not others or (name == "negatives" and x.ndim == 2),
-        "another width": alone,
+        "another width": alone or isinstance(loss, cz.HMLC | cz.PaCo),  # any number of levels, of classes
     }.get(mistake, False)
 
 

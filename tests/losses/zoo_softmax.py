@@ -351,6 +351,32 @@ def dense_multi_label(z: Tensor, labels: Tensor, temperature: Any, min_jaccard: 
     return sum(losses, 0 * z.sum()) / max(1, len(losses))
 
 
+def hierarchy(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return z, torch.stack([labels % 2, labels % 4, labels], 1)
+
+
+def hierarchy_of_views(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.stack([z, second_tower(z)], 1), hierarchy(z, labels)[1]
+
+
+def dense_hmlc(
+    z: Tensor, labels: Tensor, temperature: Any, level_weights: Any = None, constrained: bool = True,
+    one_per_class: bool = True,
+) -> Tensor:  # fmt: skip
+    """As the authors' code, which goes on with the first sample of each class, sorted by its labels."""
+    rows, total, losses = z[:, None] if z.ndim == 2 else z, 0 * z.sum(), [z.new_zeros(())]
+    for level in range(labels.shape[1], 0, -1):
+        classes, ids = labels[:, :level].unique(dim=0, return_inverse=True)
+        loss = dense_sup_con(rows.transpose(0, 1).flatten(0, 1), ids.repeat(rows.shape[1]), temperature)
+        losses.append(torch.stack([loss, *losses]).max() if constrained else loss)
+        weight = math.exp(1 / len(losses[1:])) if level_weights is None else level_weights[level - 1]
+        total = total + weight * losses[-1] / labels.shape[1]
+        if one_per_class:
+            first = [ids.tolist().index(i) for i in range(len(classes))]
+            rows, labels = rows[first], labels[first]
+    return total
+
+
 QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")
 MASKED = {"false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
 T0 = {"base_temperature": 0.07}
@@ -394,6 +420,9 @@ ENTRIES: list[Entry] = [
     row("SupCon, mask", dense_sup_con_of_mask, "labels", kind=SupConOfMask),
     row("SupCon, several labels", dense_multi_label, "labels", several_labels),
     row("SupCon, mostly shared labels", dense_multi_label, "labels", several_labels, min_jaccard=0.5),
+    row("HMLC", dense_hmlc, "labels", hierarchy),
+    row("HMLC, views", dense_hmlc, "labels", hierarchy_of_views, constrained=False),
+    row("HMLC, all samples", dense_hmlc, "labels", hierarchy, level_weights=[1.0, 0.5, 2.0], one_per_class=False),
     row("SINCERE", dense_sincere, "labels"),
     row("SINCERE, pairs", dense_sincere, "labels", average="pairs"),
     row("NCA", dense_nca, "labels"),

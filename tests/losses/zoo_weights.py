@@ -119,6 +119,49 @@ def dense_center_loss(z: Tensor, labels: Tensor, reduction: str = "mean") -> Ten
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
+def dense_bal_scl(z: Tensor, labels: Tensor, temperature: Any = 0.1, reduction: str = "mean") -> Tensor:
+    """Anchor by anchor and class by class."""
+    z, w, losses = F.normalize(z, dim=1), F.normalize(fixed_weights(), dim=1), []
+    for i, own in enumerate(labels.tolist()):
+        others = torch.arange(len(z)) != i
+        logits = [torch.cat([z[others & (labels == j)], w[j, None]]) @ z[i] / temperature for j in range(CLASSES)]
+        losses.append(
+            torch.stack([x.logsumexp(0) - math.log(len(x)) for x in logits]).logsumexp(0) - logits[own].mean()
+        )
+    stacked = torch.stack(losses)
+    return stacked if reduction == "none" else stacked.sum() if reduction == "sum" else stacked.mean()
+
+
+def classified(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    z, labels = padded(z, labels)
+    return z, labels, z.repeat(1, CLASSES // WIDTH)  # exact in 16 bits
+
+
+def with_keys(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Some embeddings have a key, of their class or of the next one."""
+    z, labels, logits = classified(z, labels)
+    keyed = z[:, 0] > 0
+    return z, labels, logits, z.flip(1)[keyed], (labels + (z[:, -2] > 0))[keyed]
+
+
+def dense_paco(
+    z: Tensor, labels: Tensor, logits: Tensor, keys: Tensor | None = None, key_labels: Tensor | None = None,
+    *, temperature: Any = 0.2, alpha: float = 0.05, label_smoothing: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """As the authors' code: one softmax over classes and samples, with a weight for each of its targets."""
+    z, itself = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
+    candidates, ids = z, labels
+    if keys is not None:
+        candidates, ids = torch.cat([z, F.normalize(keys, dim=1)]), torch.cat([labels, key_labels])
+        itself = F.pad(itself, (0, len(keys)))
+    s = (z @ candidates.T / temperature).masked_fill(itself, -torch.inf)
+    log_shares = torch.cat([logits, s], 1).log_softmax(1)
+    targets = (1 - label_smoothing) * _one_hot(labels) + label_smoothing / CLASSES
+    weights = torch.cat([targets, alpha * ((labels[:, None] == ids) & ~itself).double()], 1)
+    losses = -(weights * log_shares.where(weights > 0, 0)).sum(1) / weights.sum(1)
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
 def dense_soft_triple(z: Tensor, labels: Tensor, tau: float = 0.2, label_smoothing: float = 0.0) -> Tensor:
     s = cosines(z, 3)
     relaxed = ((s / 0.1).softmax(2) * s).sum(2)
@@ -166,6 +209,9 @@ ENTRIES = [
     of_classes("MagFace", dense_mag_face, low_norm=0.7, high_norm=1.5),
     of_classes("AdaFace", dense_ada_face, momentum=0.7),
     of_classes("CenterLoss", dense_center_loss),
+    of_classes("BalSCL", dense_bal_scl),
+    row("PaCo", dense_paco, "labels", classified),
+    row("PaCo, keys", dense_paco, "labels", with_keys, alpha=0.5, label_smoothing=0.2),
     of_classes("SoftTriple", dense_soft_triple, sub_centers=3),
     of_classes("SoftTriple, smoothed", dense_soft_triple, sub_centers=3, label_smoothing=0.2),
     of_classes("ProxyAnchor", dense_proxy_anchor),

@@ -104,6 +104,7 @@ MEMORIES: dict[str, Loss] = {
     "memory of MNRL": memory(cz.MNRL, "views"),
     "memory of SupCon": memory(lambda: cz.SupCon(temperature=learnt())),
     "memory of SupCon, in": memory(lambda: cz.SupCon(variant="in")),
+    "memory of BalSCL": memory(lambda: cz.BalSCL(CLASSES, D, temperature=learnt())),
     "memory of Contrastive": memory(cz.Contrastive),
     "memory of a row loss": memory(BatchHard, size=20),
     "small memory of a row loss": memory(BatchHard, size=3),

@@ -57,6 +57,7 @@ def _near(generator: np.random.Generator, samples: Array) -> Array:
 KINDS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
     "rows": _near,
     "labels": lambda *_: np.array([0, 1, 0, 2, 1, 0, 3, 1]),  # classes 2 and 3 have one sample: no positive
+    "hierarchy": lambda *_: np.array([[0, 0], [1, 1], [0, 0], [0, 2], [1, 1], [0, 0], [1, 3], [1, 1]]),
     "binary": lambda *_: np.array([1, 0, 1, 1, 0, 0, 1, 0]),
     "counts": lambda *_: np.array([2, 0, 1, 1, 1, 1, 0, 2]),  # the counts of each shard add up to its number of rows
     "several": lambda g, x: np.stack([_near(g, x) for _ in range(3)], 1),
