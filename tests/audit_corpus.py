@@ -2,46 +2,41 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from tests.audit_loops import Parts
 from tests.audit_parts import AUGMENTATIONS, ENCODERS, SCHEDULES, VALIDATIONS
 
+PLAIN, LOW = ("residual", "dropout"), "mixed, reduced in bfloat16"
+
 # For each trainer the precisions and encoders that people use with it
 FORMS: dict[str, list[tuple[str, str]]] = {
     "DDP": [
-        *(("", x) for x in ENCODERS if x != "BatchNorm"),
-        *(("autocast", x) for x in ("residual", "dropout", "unused parameters")),
-        *(("GradScaler", x) for x in ("residual", "dropout")),
+        *product([""], [x for x in ENCODERS if x != "BatchNorm"]),
+        *product(["autocast"], [*PLAIN, "unused parameters"]),
+        *product(["GradScaler"], PLAIN),
     ],
     "average_gradients": [
-        *(("", x) for x in [*ENCODERS][:8]),
-        *(
-            (x, y)
-            for x in ("autocast", "GradScaler")
-            for y in ("residual", "dropout", "unused parameters", "casts by hand")
-        ),
+        *product([""], [*ENCODERS][:8]),
+        *product(["autocast", "GradScaler"], [*PLAIN, "unused parameters", "casts by hand"]),
     ],
-    "accumulation": [("", "residual"), ("", "dropout"), ("autocast", "residual"), ("", "casts by hand")],
-    "GradCache": [("", x) for x in [*ENCODERS][:8] if x not in ("unused parameters", "LayerDrop")]
-    + [("autocast", "dropout")],
-    "FGSM": [("", "residual"), ("", "dropout"), ("", "autocast inside of forward")],
-    "LBFGS": [("", "residual"), ("", "dropout")],
-    "FSDP2": [
-        ("", "residual"),
-        ("", "dropout"),
-        ("mixed", "residual"),
-        ("mixed, reduced in bfloat16", "residual"),
-        ("mixed", "dropout"),
+    "accumulation": [*product([""], PLAIN), ("autocast", "residual"), ("", "casts by hand")],
+    "GradCache": [
+        *product([""], [x for x in [*ENCODERS][:8] if x not in ("unused parameters", "LayerDrop")]),
+        ("autocast", "dropout"),
     ],
-    "FSDP1": [("", "residual"), ("mixed", "residual"), ("mixed, reduced in bfloat16", "dropout")],
+    "FGSM": [*product([""], [*PLAIN, "autocast inside of forward"])],
+    "LBFGS": [*product([""], PLAIN)],
+    "FSDP2": [*product([""], PLAIN), *product(["mixed", LOW], ["residual"]), ("mixed", "dropout")],
+    "FSDP1": [*product(["", "mixed"], ["residual"]), (LOW, "dropout")],
     "Accelerate": [
-        *((x, y) for x in ("", "bf16") for y in ("residual", "dropout")),
-        *(("", x) for x in ("autocast inside of forward", "bfloat16 parameters")),
+        *product(["", "bf16"], PLAIN),
+        *product([""], ["autocast inside of forward", "bfloat16 parameters"]),
     ],
-    "Hugging Face": [*((x, y) for x in ("", "bf16") for y in ("residual", "dropout")), ("", "LayerDrop")],
-    "Lightning": [("", "residual"), ("bf16-mixed", "residual"), ("bf16-mixed", "dropout"), ("bf16-true", "residual")],
-    "Lightning, two optimizers": [("", "residual"), ("bf16-mixed", "residual")],
-    "Fabric": [("", "dropout"), ("bf16-mixed", "residual"), ("bf16-true", "residual")],
+    "Hugging Face": [*product(["", "bf16"], PLAIN), ("", "LayerDrop")],
+    "Lightning": [("", "residual"), *product(["bf16-mixed"], PLAIN), ("bf16-true", "residual")],
+    "Lightning, two optimizers": [*product(["", "bf16-mixed"], ["residual"])],
+    "Fabric": [("", "dropout"), *product(["bf16-mixed", "bf16-true"], ["residual"])],
 }
 
 

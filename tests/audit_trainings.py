@@ -37,6 +37,7 @@ from tests.digits import (
     make_loss,
 )
 from tests.interpreter import forked
+from tests.zoo import dense_clip
 
 TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
 """Trainings by name, each with the diagnosis that is expected; None for a right one."""
@@ -61,11 +62,6 @@ def _(x: Any) -> None:
     x.start_epoch = lambda epoch: None
 
 
-@variant("one rank has fewer batches", "different numbers of steps")
-def _(x: Any) -> None:
-    x.loader = make_loader(x.rank, x.world_size, samples=70 if x.rank else SAMPLES)
-
-
 @variant('"sum" with a trainer that sums')
 def _(x: Any) -> None:
     x.loss_fn = DistributedDataParallel(cz.DistributedLoss(make_loss(), grad_reduction="sum"))
@@ -76,11 +72,6 @@ def _(x: Any) -> None:
 @variant('"mean" with a trainer that sums', "trainer sums")
 def _(x: Any) -> None:
     x.model.register_comm_hook(None, add_up)
-
-
-@variant("no set_epoch", "no set_epoch")
-def _(x: Any) -> None:
-    x.start_epoch = lambda epoch: None
 
 
 @variant('loss parameters not reduced under "sum"', "parameters not reduced")
@@ -120,11 +111,6 @@ class Views(Dataset[tuple[Tensor, Tensor]]):
         return image, image.flip(0)
 
 
-def clip_loss(x: Tensor, y: Tensor, scale: Tensor | float = 5.0) -> Tensor:
-    logits, target = scale * nn.functional.normalize(x) @ nn.functional.normalize(y).T, torch.arange(len(x))
-    return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
-
-
 class ClipLoss(nn.Module):
     """The loss of CLIP as its users write it: rank and number of processes are arguments."""
 
@@ -142,8 +128,8 @@ class ClipLoss(nn.Module):
         parts[self.rank] = x
         return torch.cat(parts)
 
-    def forward(self, x: Tensor, y: Tensor, *scale: Tensor) -> Tensor:
-        return clip_loss(self.gathered(x), self.gathered(y), *scale)
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor | float = 5.0) -> Tensor:
+        return dense_clip(self.gathered(x), self.gathered(y), 1 / scale)
 
 
 class OpenClip(Right):
@@ -197,21 +183,6 @@ def _(x: Any) -> None:
     with_scale(x)
 
 
-@variant("a learning rate of one rank", "unequal settings", base=OpenClip)
-def _(x: Any) -> None:
-    x.make_optimizer = partial(torch.optim.SGD, lr=0.1 * (1 + x.rank))
-
-
-@variant("one rank clips", "unequal settings", base=OpenClip)
-def _(x: Any) -> None:
-    x.clip = lambda: x.rank and nn.utils.clip_grad_norm_(x.model.parameters(), 0.01)
-
-
-@variant("the module in DDP is called", "not reduced", base=OpenClip)
-def _(x: Any) -> None:
-    x.loss = lambda *views: x.loss_fn(*map(x.model.module, views))
-
-
 @variant("an overflow under GradScaler", base=OpenClip)
 def _(x: Any) -> None:
     x.loss_fn, scaler, factors = cz.DistributedLoss(cz.NTXent()), torch.amp.GradScaler("cpu"), iter([1.0, math.inf])
@@ -250,14 +221,22 @@ class Momentum(OpenClip):
 TRAININGS["a teacher of moving averages, and a queue in a plain attribute"] = Momentum, None
 
 
-@variant("a teacher that rank 0 alone updates", "unequal state", base=Momentum)
-def _(x: Any) -> None:
-    x.share = 0.0 if x.rank else 0.2
-
-
-@variant("a queue of the local keys", "unequal state", base=Momentum)
-def _(x: Any) -> None:
-    x.gathered = lambda keys: keys
+CHANGED: list[tuple[str, str, type, str, Callable[[Any], Any]]] = [
+    ("no set_epoch", "no set_epoch", Right, "start_epoch", lambda x: lambda epoch: None),
+    ("one rank has fewer batches", "different numbers of steps", Right, "loader",
+     lambda x: make_loader(x.rank, x.world_size, samples=70 if x.rank else SAMPLES)),
+    ("a learning rate of one rank", "unequal settings", OpenClip, "make_optimizer",
+     lambda x: partial(torch.optim.SGD, lr=0.1 * (1 + x.rank))),
+    ("one rank clips", "unequal settings", OpenClip, "clip",
+     lambda x: lambda: x.rank and nn.utils.clip_grad_norm_(x.model.parameters(), 0.01)),
+    ("the module in DDP is called", "not reduced", OpenClip, "loss",
+     lambda x: lambda *views: x.loss_fn(*map(x.model.module, views))),
+    ("a teacher that rank 0 alone updates", "unequal state", Momentum, "share", lambda x: 0.0 if x.rank else 0.2),
+    ("a queue of the local keys", "unequal state", Momentum, "gathered", lambda x: lambda keys: keys),
+]  # fmt: skip
+"""One attribute is another one: the name, the mistake, the class, the attribute and its value."""
+for changed, *mistake_of, attribute, value in CHANGED:
+    variant(changed, *mistake_of)(lambda x, of=attribute, value=value: setattr(x, of, value(x)))
 
 
 @variant("a part of every batch on each rank, with noise", base=OpenClip)
@@ -337,7 +316,7 @@ def _(x: Any) -> None:
 def _(x: Any) -> None:
     x.make_optimizer = partial(torch.optim.AdamW, lr=1e-3 * x.world_size)
     x.loss_fn = nn.Identity()
-    x.loss = lambda *views: clip_loss(*(cz.collectives.all_gather(x.model(view)) for view in views))
+    x.loss = lambda *views: dense_clip(*(cz.collectives.all_gather(x.model(view)) for view in views), 0.2)
 
 
 class AfterReference(OpenClip):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,11 +19,7 @@ from contrastive_zoo.testing.auditing.launch import environment, local_store, ru
 
 _context = multiprocessing.get_context("forkserver")
 
-
-class Finished(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
+Finished = subprocess.CompletedProcess[str]
 
 
 def python(*arguments: str, timeout: float = 600.0) -> Finished:
@@ -48,7 +45,7 @@ def _finished(variables: list[dict[str, str]], arguments: tuple[str, ...], timeo
         out, error = ("".join((x / stream).read_text() for x in folders) for stream in ("stdout", "stderr"))
     code = next(filter(None, codes), 0)
     assert code or None not in codes, f"{' '.join(arguments)} did not end within {timeout:g} s.\n{out}{error}"
-    return Finished(code, out, error)
+    return Finished(arguments, code, out, error)
 
 
 @contextmanager

@@ -243,9 +243,9 @@ COPIES = (
     "ranks 0 and 1 brought the very same embeddings … context … process_group=mesh.get_group('dp') … check_distinct"
 )
 
-REFUSED: list[tuple[int, Callable[[], Any], str]] = [
+OF_TWO: list[tuple[Callable[[], Any], str]] = [
     *(
-        (2, lambda make=make: called(make(of_rank()), torch.arange(5) % 2), said)
+        (lambda make=make: called(make(of_rank()), torch.arange(5) % 2), said)
         for make, said in [
             (Output, "got a Output. Pass tensors, such as vars(z)"),
             (lambda z: UserDict(z=z), "got a UserDict. Pass tensors, such as dict(z)"),
@@ -258,89 +258,69 @@ REFUSED: list[tuple[int, Callable[[], Any], str]] = [
         ]
     ),
     *(
-        (2, lambda make=make: called(of_rank(), make(dist.get_rank())), "disagree on other … rank 0 has")
+        (lambda make=make: called(of_rank(), make(dist.get_rank())), "disagree on other … rank 0 has")
         for make in VALUES
     ),
-    *((2, lambda make=make: called(of_rank(), make(), Y), EQUAL) for make in WITHOUT_SAMPLES),
-    (3, lambda: called(of_rank(5 * (dist.get_rank() > 0)), torch.ones(7), Y[: 5 * (dist.get_rank() > 0)]), EQUAL),
-    (2, lambda: called(of_rank(3), [of_rank(n, seed=10 * n) for n in (4, 2, 5)]), LIST),
-    (2, lambda: called([*of_rank(3)], torch.arange(3) + dist.get_rank()), LIST),
-    (2, lambda: called(stacked(), torch.arange(5)), STACK),
-    (2, lambda: called(stacked(first(3, 2)), None), STACK),
-    (2, lambda: called(of_rank(), numbers(7, 2, seed=dist.get_rank()).long()), NO_INDICES),
-    (2, lambda: called(of_rank(), tuple(numbers(3, 7, seed=dist.get_rank()).long())), NO_INDICES),
-    (4, lambda: called(of_rank(rank=dist.get_rank() // 2), Y), COPIES),
-    (4, lambda: called(of_rank(rank=max(dist.get_rank(), 1)), Y), COPIES),
-    (2, lambda: called(of_rank(8), torch.arange(8).roll(4) * first(1, 9)), ROW_NUMBERS),
-    (2, lambda: called(of_rank(), torch.tensor([[1, -1]] * 5), loss=by_name), ROW_NUMBERS),
-    (2, lambda: called(of_rank(), Y, loss=Lazy()), "LazyLinear has no parameters yet … bare loss once"),
+    *((lambda make=make: called(of_rank(), make(), Y), EQUAL) for make in WITHOUT_SAMPLES),
+    (lambda: called(of_rank(3), [of_rank(n, seed=10 * n) for n in (4, 2, 5)]), LIST),
+    (lambda: called([*of_rank(3)], torch.arange(3) + dist.get_rank()), LIST),
+    (lambda: called(stacked(), torch.arange(5)), STACK),
+    (lambda: called(stacked(first(3, 2)), None), STACK),
+    (lambda: called(of_rank(), numbers(7, 2, seed=dist.get_rank()).long()), NO_INDICES),
+    (lambda: called(of_rank(), tuple(numbers(3, 7, seed=dist.get_rank()).long())), NO_INDICES),
+    (lambda: called(of_rank(8), torch.arange(8).roll(4) * first(1, 9)), ROW_NUMBERS),
+    (lambda: called(of_rank(), torch.tensor([[1, -1]] * 5), loss=by_name), ROW_NUMBERS),
+    (lambda: called(of_rank(), Y, loss=Lazy()), "LazyLinear has no parameters yet … bare loss once"),
     (
-        2,
         lambda: called(of_rank(), of_rank(seed=7), {"queue": of_all(9)}, loss=Relations()),
         "DistributedLoss(loss, shared={\"memory['queue']\"})",
     ),
     (
-        2,
         lambda: called(of_rank(), Y % 2, None, of_all(7), torch.arange(7) % 2, loss=losses.TripletMarginLoss()),
         "shared={'ref_emb'} … with its labels",
     ),
-    (2, views_of, "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}"),
-    (2, lambda: views_of(first(3, 4)), "ranks disagree on the width of views … batch_dim={'views': 1}"),
+    (views_of, "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}"),
+    (lambda: views_of(first(3, 4)), "ranks disagree on the width of views … batch_dim={'views': 1}"),
     (
-        2,
         lambda: prototypes_of(of_rank(seed=8), shared={"prototypes"}),
         "the shared prototypes differs between ranks … out of shared",
     ),
+    (lambda: called(of_rank(), F.normalize(of_rank(2**16)).float(), shared={"other"}), "shared other differs"),
     (
-        2,
-        lambda: called(of_rank(), F.normalize(of_rank(2**16)).float(), shared={"other"}),
-        "shared other differs",
-    ),
-    (
-        2,
         lambda: prototypes_of(of_all(first(5, 6)), shared={"prototypes"}),
         "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]",
     ),
     (
-        2,
         lambda: prototypes_of(of_all().requires_grad_(first(True, False)), shared={"prototypes"}),
         "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]",
     ),
     (
-        2,
         lambda: prototypes_of(shared=first({"prototypes"}, None), check_distinct=False),
         "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}",
     ),
     (
-        2,
         lambda: prototypes_of(shared={"prototype"}),
         "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.",
     ),
     (
-        2,
         lambda: called(of_rank(), Y, None, of_rank(), Y[:4], loss=losses.ContrastiveLoss()),
         "ref_labels are one per row of ref_emb",
     ),
     (
-        2,
         lambda: cz.DistributedLoss(losses.VICRegLoss())(of_rank(), ref_emb=of_rank(4)),
         "ref_emb holds another view of each row",
     ),
-    (2, lambda: remembered(of_rank(), Y, enqueue_mask=Y[:4] == 0), "enqueue_mask is one per row of embeddings"),
+    (lambda: remembered(of_rank(), Y, enqueue_mask=Y[:4] == 0), "enqueue_mask is one per row of embeddings"),
     (
-        2,
         lambda: called(of_rank(), of_rank(4), loss=lambda view1, view2: total(view1, view2)),
         "view2 is another view of each row",
     ),
     (
-        2,
         lambda: called(of_rank(), Y, None, of_rank(4), Y[:4], loss=losses.TripletMarginLoss(swap=True)),
         "TripletMarginLoss: it is wrong for other references than its batch … swap=False",
     ),
-    (3, at_a_later_step, "Prototypes: prototypes is equal on every rank"),
-    (2, lambda: views_of(batch_dim={"views": 3}), "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]"),
+    (lambda: views_of(batch_dim={"views": 3}), "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]"),
     (
-        2,
         lambda: called(
             of_rank(2)[None],
             torch.arange(3),
@@ -349,6 +329,15 @@ REFUSED: list[tuple[int, Callable[[], Any], str]] = [
         ),
         "labels are one per row, got 3 for 2 rows",
     ),
+]
+"""What two ranks call, and words of the error."""
+
+REFUSED: list[tuple[int, Callable[[], Any], str]] = [
+    *((2, *x) for x in OF_TWO),
+    (3, lambda: called(of_rank(5 * (dist.get_rank() > 0)), torch.ones(7), Y[: 5 * (dist.get_rank() > 0)]), EQUAL),
+    (4, lambda: called(of_rank(rank=dist.get_rank() // 2), Y), COPIES),
+    (4, lambda: called(of_rank(rank=max(dist.get_rank(), 1)), Y), COPIES),
+    (3, at_a_later_step, "Prototypes: prototypes is equal on every rank"),
 ]
 """How many ranks, the call on each, and words of the error."""
 

@@ -237,20 +237,11 @@ FIRST = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material")
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "-q",
-        "-f",
-        ROOT / "docs" / "mkdocs.yml",
-        "-d",
-        folder,
-    ]
+    words = ["-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d"]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *words, folder], env=quiet, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -170,14 +170,7 @@ OF_A_FORMULA = {"ranks.row_checks", "ranks.devices", "ranks.random_keys"}
 """What a loss may import of the room of ranks: checks of its own rows; its batch has the sums over ranks."""
 
 OF_RANKS = {
-    "get_rank",
-    "get_world_size",
-    "distributed",
-    "world_size",
-    "dist",
-    "world.rank",
-    "world.size",
-    "world.group",
+    *["get_rank", "get_world_size", "distributed", "world_size", "dist", "world.rank", "world.size", "world.group"]
 }
 
 

@@ -51,21 +51,19 @@ _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _OF_NAMES = {ast.Name: "id", ast.arg: "arg", ast.Attribute: "attr", ast.FunctionDef: "name", ast.ClassDef: "name"}
 
 
+def names(source: str, *, read: bool) -> set[str]:
+    """Return the names of some code, also those that it only reads, or what it defines and sets."""
+    nodes = (x for x in ast.walk(ast.parse(source)) if read or not isinstance(getattr(x, "ctx", None), ast.Load))
+    return {getattr(x, _OF_NAMES[type(x)]) for x in nodes if type(x) in _OF_NAMES}
+
+
 def private_names(source: str) -> set[str]:
-    names = {getattr(x, _OF_NAMES[type(x)]) for x in ast.walk(ast.parse(source)) if type(x) in _OF_NAMES}
-    return {name for name in names if {x.lower() for x in _PART.findall(name)} & PRIVATE_PARTS.keys()}
+    found = names(source, read=True)
+    return {name for name in found if {x.lower() for x in _PART.findall(name)} & PRIVATE_PARTS.keys()}
 
 
 def not_nouns(source: str) -> set[str]:
-    names = set()
-    for x in ast.walk(ast.parse(source)):
-        if isinstance(x, ast.Name | ast.Attribute) and isinstance(x.ctx, ast.Store):
-            names.add(x.id if isinstance(x, ast.Name) else x.attr)
-        elif isinstance(x, ast.arg):
-            names.add(x.arg)
-        elif isinstance(x, ast.FunctionDef | ast.ClassDef):
-            names.add(x.name)
-    return names & NOT_NOUNS.keys()
+    return names(source, read=False) & NOT_NOUNS.keys()
 
 
 @functools.cache
@@ -108,8 +106,5 @@ def test_violations_are_noticed() -> None:
     assert private_words("a recommended flaw") == []
     code = "def meet(guilty, embedding_bag): foreignLoss = 'pull'; impulley, DrawsLaws, Law = 1, 2, 3"
     assert private_names(code) == {"meet", "guilty", "foreignLoss", "Law"}
-    assert not_nouns("from hypothesis import given\ndef f(own, found_there): x.wrong = found = own") == {
-        "own",
-        "wrong",
-        "found",
-    }
+    code = "from hypothesis import given\ndef f(own, found_there): x.wrong = found = own"
+    assert not_nouns(code) == {"own", "wrong", "found"}

@@ -1,20 +1,22 @@
-"""Losses of other kinds, as their authors write them: what a trainer on W ranks makes of them bare, and behind one line."""
+"""Third-party losses: what a trainer on W ranks makes of them bare and wrapped; one that gathers is refused."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Call, Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
+from tests.zoo import dense_clip
 
 
 def attraction(z: Tensor, y: Tensor) -> Tensor:
@@ -23,22 +25,8 @@ def attraction(z: Tensor, y: Tensor) -> Tensor:
     return squared[y[:, None] == y].mean() + torch.exp(-squared).mean()
 
 
-def nt_xent(view1: Tensor, view2: Tensor) -> Tensor:
-    """Chen et al. 2020, eq. 1, averaged over both views."""
-    z = F.normalize(torch.cat([view1, view2]), dim=1)
-    logits = (z @ z.T / 0.5).fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(z)).roll(len(view1)))
-
-
-def clip(image: Tensor, text: Tensor, logit_scale: Tensor) -> Tensor:
-    """Radford et al. 2021, fig. 3; the scale is the model's."""
-    logits = logit_scale * F.normalize(image, dim=1) @ F.normalize(text, dim=1).T
-    targets = torch.arange(len(logits))
-    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-
-
 class WithScale(nn.Module):
-    """A model's logit scale, passed to the loss at each call."""
+    """A model's logit scale, passed to CLIP's loss as a temperature at each call."""
 
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -46,7 +34,7 @@ class WithScale(nn.Module):
         self.loss = loss
 
     def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
-        return self.loss(view1, view2, self.log_scale.exp())
+        return self.loss(view1, view2, (-self.log_scale).exp())
 
 
 class Centred(nn.Module):
@@ -60,43 +48,13 @@ class Centred(nn.Module):
         return loss
 
 
-def local_rows(view1: Tensor, view2: Tensor) -> Tensor:
-    """Compare local anchors with all ranks' embeddings, gathered with gradient, as lightly and open_clip do."""
-    z, others = (
-        torch.cat([view1, view2]),
-        torch.cat([cz.collectives.all_gather(view1), cz.collectives.all_gather(view2)]),
-    )
-    n, total, start = len(view1), len(others) // 2, cz.World.of().shards(view1).start if dist.is_initialized() else 0
-    rows = torch.cat([torch.arange(n), total + torch.arange(n)]) + start
-    logits = F.normalize(z, dim=1) @ F.normalize(others, dim=1).T / 0.5
-    logits = logits.scatter(1, rows[:, None], -torch.inf)
-    return F.cross_entropy(logits, (rows + total) % (2 * total))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    name: str
-    before: Callable[[], Any]
-    after: Callable[[], Any]
-    call: Call = "labels"
-
-    def __str__(self) -> str:
-        return self.name
-
-
-RECIPES = [
-    Recipe("a plain function", lambda: attraction, lambda: cz.DistributedLoss(attraction)),
-    Recipe("a moving centre", Centred, lambda: cz.DistributedLoss(Centred())),
-    Recipe("a formula of two views", lambda: local_rows, lambda: cz.DistributedLoss(nt_xent), "views"),
-    Recipe(
-        "a formula of gathered views",
-        lambda: nt_xent,
-        lambda: lambda view1, view2: nt_xent(cz.collectives.all_gather(view1), cz.collectives.all_gather(view2)),
-        "views",
-    ),
-    Recipe("a scale from outside", lambda: WithScale(clip), lambda: WithScale(cz.DistributedLoss(clip)), "views"),
+Make = Callable[[], Any]
+RECIPES: list[tuple[str, Make, Make, Call]] = [
+    ("a plain function", lambda: attraction, lambda: cz.DistributedLoss(attraction), "labels"),
+    ("a moving centre", Centred, lambda: cz.DistributedLoss(Centred()), "labels"),
+    ("a scale from outside", lambda: WithScale(dense_clip), lambda: WithScale(cz.DistributedLoss(dense_clip)), "views"),
 ]
-
+"""Losses bare and wrapped."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "third-party-losses.md"
 
@@ -105,9 +63,9 @@ def percent(found: Tensor, expected: Tensor) -> str:
     return f"{100 * (found - expected).norm() / expected.norm():.0f} %"
 
 
-def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
+def row(name: str, make: Make, call: Call, worlds: Worlds) -> str:
     """Return what the page states for two processes with two and six samples: value (mean over ranks), gradients, state."""
-    on = Trial(Case(make, recipe.call), GlobalBatch((2, 6), d=2, seed=3), worlds)
+    on = Trial(Case(make, call), GlobalBatch((2, 6), d=2, seed=3), worlds)
     alone, by_rank = on.on_one_process(), on.on_ranks()
 
     def flat(found: dict[str, Tensor]) -> Tensor:
@@ -123,11 +81,88 @@ def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
         if torch.equal(flat(by_rank[0].state), flat(by_rank[1].state))
         else "differs"
     )
-    return f"| {recipe.name} | {' | '.join(cells)} |"
+    return f"| {name} | {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_the_page_states_the_measured_errors(recipe: Recipe, worlds: Worlds) -> None:
-    assert row(recipe, recipe.before, worlds) in PAGE.read_text(encoding="utf-8").splitlines()
-    numbers_after = row(recipe, recipe.after, worlds).split("|")[2:-1]
+@pytest.mark.parametrize(("name", "before", "after", "call"), RECIPES)
+def test_the_page_states_the_measured_errors(name: str, before: Make, after: Make, call: Call, worlds: Worlds) -> None:
+    assert row(name, before, call, worlds) in PAGE.read_text(encoding="utf-8").splitlines()
+    numbers_after = row(name, after, call, worlds).split("|")[2:-1]
     assert {x.strip() for x in numbers_after} <= {"0 %", "–", "the same"}
+
+
+wrap, mining = cz.DistributedLoss, cz.data.DistributedMiner
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+def triplets() -> Any:
+    return losses.TripletMarginLoss(0.5)
+
+
+# it moved
+OF_VERSION_3 = type("DistributedLossWrapper", (nn.Module,), {"__module__": "pytorch_metric_learning.distributed"})
+
+
+def distributed() -> Any:
+    return wrap(losses.ContrastiveLoss())
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: wrap(losses.MultipleLosses([triplets(), distributed()])), r"loss\.losses\.1 is a DistributedLoss"),
+    (
+        lambda: wrap(losses.MultipleLosses({"a": DistributedLossWrapper(triplets())})),
+        r"loss\.losses\.a is a DistributedLossWrapper",
+    ),
+    (
+        lambda: wrap(losses.MultipleLosses([triplets()], [mining(miners.BatchHardMiner())])),
+        r"loss\.miners\.0 is a DistributedMiner.*the bare miner",
+    ),
+    (lambda: wrap(_queue(distributed())), r"loss\.loss is a DistributedLoss"),
+    (lambda: wrap(DistributedLossWrapper(triplets())), "loss is a DistributedLossWrapper"),
+    (lambda: wrap(OF_VERSION_3()), "loss is a DistributedLossWrapper"),
+    (
+        lambda: wrap(triplets(), miner=DistributedMinerWrapper(miners.BatchHardMiner())),
+        "miner is a DistributedMinerWrapper.*the bare miner",
+    ),
+    (lambda: wrap(triplets(), miner=mining(miners.BatchHardMiner())), "miner is a DistributedMiner"),
+    (lambda: wrap(triplets(), miner=miners.BatchHardMiner), "a miner is an instance, got the class BatchHardMiner"),
+]
+
+
+def _queue(inner: Any) -> Any:
+    queue = losses.CrossBatchMemory(losses.ContrastiveLoss(), 4)
+    queue.loss = inner
+    return queue
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_a_wrapper_is_refused_with_its_place(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("make", [distributed, lambda: DistributedLossWrapper(losses.ContrastiveLoss())])
+def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(make: Callable[[], Any], worlds: Worlds) -> None:
+    def inside() -> Any:
+        if dist.get_world_size() == 1:
+            return wrap(losses.ContrastiveLoss(), miner=miners.BatchHardMiner())
+        inner, miner = make(), DistributedMinerWrapper(miners.BatchHardMiner())
+        return wrap(lambda z, labels, indices_tuple: inner(z, labels, indices_tuple), miner=lambda *rows: miner(*rows))
+
+    trial = Trial(Case(inside), GlobalBatch((3, 5), d=4, seed=0), worlds)
+    for invariant in CONTRACT:
+        invariant(trial)
+
+
+def test_a_bound_method_of_a_trainer_is_no_inner_wrapper() -> None:
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = wrap(triplets())
+            self.second = wrap(self.of_rows)
+            self.third = wrap(lambda z, labels: self.of_rows(z, labels))
+
+        def of_rows(self, z: Tensor, labels: Tensor) -> Tensor:
+            return z.square().sum()
+
+    assert Trainer().third(torch.eye(2), torch.arange(2)) == 2

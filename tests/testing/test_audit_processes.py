@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,14 +90,8 @@ def started(folder: Path, *arguments: str, **variables: str) -> "subprocess.Pope
 
 def processes_with(mark: str) -> list[int]:
     """Return the ids of the processes that have inherited a variable of the environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # it has ended, or is another user's
-            continue
-    return found
+    running = psutil.process_iter(["environ"], ad_value={})  # of other users, and of those that have ended, it is empty
+    return [x.pid for x in running if x.info["environ"].get("AUDIT_MARK") == mark]
 
 
 @pytest.mark.audit
