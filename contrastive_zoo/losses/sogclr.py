@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Gathered, Pairs, Shared
+from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs, Shared
 from contrastive_zoo.engine.pairs import TowerPairs, ViewPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.softmax_arithmetic import log_sum_exp
@@ -107,7 +107,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
             pairs = [Pairs(x, y, 1.0, False, False, False) for x in views for y in views if x != y or not self.bimodal]
             compared = [Shared(len(self.log_u) * self.temperatures.itemsize, views[0]), *pairs, *self.reduced()]
         stored = [Gathered(views[0], len(self.log_u) * stated.wide)] if self.training else []
-        return [Gathered(["ids"], 8), *compared, *stored]
+        return [Gathered(["ids"], 8), Local(bytes=self.log_u.nbytes), *compared, *stored]
 
     def compute(self, batch: Batch) -> Tensor:
         ids = batch.gather_detached(safe_index(batch.rows["ids"].long(), self.num_samples))
