@@ -260,7 +260,6 @@ def test_the_budget_of_another_thread_would_be_noticed(monkeypatch: pytest.Monke
 
 
 LOSSES = [entry for entry in WHOLE_ZOO if "MNRL" not in str(entry)]
-"""The zoo's MNRL draws its negatives from values."""
 
 
 @pytest.mark.parametrize("entry", LOSSES[:: 1 if EVERY_CASE else 2], ids=str)

@@ -25,7 +25,7 @@ from contrastive_zoo.testing.invariants import (
 from contrastive_zoo.testing.measurement import Case, Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, TEMPERATURES, Pools, drawn, error_message
-from tests.losses import zoo_softmax
+from tests.losses import zoo_labelled, zoo_softmax
 from tests.losses.whole_zoo import EVERY, WHOLE_ZOO
 from tests.test_operators import Operators
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
@@ -40,7 +40,8 @@ BY_ROWS = (
 )
 """What these compare depends on arguments of the call, with which there is no ring."""
 IN_A_RING = [x for x in WHOLE_ZOO if x.make(temperature=0.3).ring_problem() is None and x.name not in BY_ROWS]
-LEARNABLE = [entry for entry in ZOO + zoo_softmax.ENTRIES if not entry.name.startswith("RowLoss")]
+SOFTMAXES = ZOO + zoo_softmax.ENTRIES + zoo_labelled.ENTRIES
+LEARNABLE = [entry for entry in SOFTMAXES if not entry.name.startswith("RowLoss")]
 
 
 def require_contract(case: Case, batch: GlobalBatch, pools: Pools) -> Trial:

@@ -178,46 +178,6 @@ def dense_nt_xent(*views: Tensor, temperature: Any, reduction: str = "mean") -> 
     return dense_sup_con(torch.cat(views), torch.arange(len(views[0])).repeat(len(views)), temperature, reduction)
 
 
-def dense_nca(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    (positive, negative), near = masks(labels), -(unit(z)[:, None] - unit(z)).square().sum(2) / temperature
-    losses = log_sums(near, positive | negative, empty=0.0) - log_sums(near, positive, empty=0.0)
-    return mean_over(losses[positive.any(1)])
-
-
-def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    members = [(labels == c).nonzero().flatten().tolist() for c in labels.unique()]
-    x, y = ([z[rows[k]] for rows in members if len(rows) > 1] for k in range(2))
-    if not x:
-        return 0 * z.sum()
-    return F.cross_entropy(torch.stack(x) @ torch.stack(y).T / temperature, torch.arange(len(x)))
-
-
-def dense_info_loob(x: Tensor, y: Tensor, temperature: Any) -> Tensor:
-    s = unit(x) @ unit(y).T / temperature
-    others = s.masked_fill(itself(s), -torch.inf)
-    return ((others.logsumexp(1) + others.logsumexp(0)) / 2 - s.diagonal()).mean() if len(s) > 1 else 0 * s.sum()
-
-
-def dense_ge2e(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    """Embedding by embedding, with a list of centroids."""
-    z, losses = unit(z), []
-    for i in [i for i, c in enumerate(labels) if (labels == c).sum() > 1]:
-        others = [z[labels == c].mean(0) for c in labels.unique() if c != labels[i]]
-        mates = (labels == labels[i]) & (torch.arange(len(z)) != i)
-        logits = unit(torch.stack([z[mates].mean(0), *others])) @ z[i] / temperature
-        losses.append(logits.logsumexp(0) - logits[0])
-    return sum(losses, 0 * z.sum()) / max(1, len(losses))
-
-
-def dense_angular_prototypical(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    classes = [unit(z[labels == c]) for c in labels.unique() if (labels == c).sum() > 1]
-    if not classes:
-        return 0 * z.sum()
-    prototypes = unit(torch.stack([x[:-1].mean(0) for x in classes]))
-    queries = torch.stack([x[-1] for x in classes])
-    return F.cross_entropy(queries @ prototypes.T / temperature, torch.arange(len(classes)))
-
-
 class BatchHard(cz.RowLoss):
     def __init__(self, temperature: Any = None, **settings: Any) -> None:
         super().__init__(**settings)

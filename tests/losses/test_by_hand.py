@@ -16,8 +16,7 @@ from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Case, Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, close, numbers
-from tests.losses import zoo_margins
-from tests.losses.zoo_softmax import ENTRIES, ORDERED
+from tests.losses import zoo_labelled, zoo_margins, zoo_softmax
 from tests.losses.zoo_weights import ENTRIES as WEIGHTS
 from tests.zoo import BatchHard
 
@@ -50,7 +49,8 @@ def test_nothing_n_by_n_is_held() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "BLOCK_BYTES", 2**15)
         patch.setattr(tiling, "TILE_BYTES", 2**13)
-        for entry in [x for x in ENTRIES + ORDERED + WEIGHTS if "," not in x.name or "all" in x.name] + MARGINS:
+        softmaxes = zoo_softmax.ENTRIES + zoo_labelled.ENTRIES + zoo_labelled.ORDERED + WEIGHTS
+        for entry in [x for x in softmaxes if "," not in x.name or "all" in x.name] + MARGINS:
             rows = [x.requires_grad_(x.is_floating_point()) for x in whole_batch(entry.case(), GlobalBatch((n,), d=4))]
             with Largest() as largest:
                 entry.make(temperature=0.5).double()(*rows).backward()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -55,18 +55,10 @@ class Peer:
     tolerance: float = EXACT
 
 
-class Wordless(PreTrainedTokenizerBase):
-    def __init__(self) -> None:
-        pass
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-
 class EvaluationInputs(nn.Module):
     """What a SentenceTransformer is to its losses, for embeddings that are there already."""
 
-    tokenizer, max_seq_length = Wordless(), 1
+    tokenizer, max_seq_length = MagicMock(spec=PreTrainedTokenizerBase), 1
 
     def __init__(self, column: str = "student") -> None:
         super().__init__()

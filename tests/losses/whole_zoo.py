@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from tests.losses import zoo_margins, zoo_pairs, zoo_softmax, zoo_sogclr, zoo_statistics, zoo_weights
+from tests.losses import zoo_labelled, zoo_margins, zoo_pairs, zoo_softmax, zoo_sogclr, zoo_statistics, zoo_weights
 from tests.zoo import ZOO, Entry, dense_info_nce, dense_nt_xent, info_nce
 
 
@@ -38,11 +38,11 @@ def dense_splade(q: Tensor, d: Tensor, n: Tensor, temperature: Any) -> Tensor:
     )
 
 
-FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_sogclr)
+FAMILIES = (zoo_softmax, zoo_labelled, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_sogclr)
 COMPOSITIONS = [
     Entry("WeightedSum", summed, dense_summed),
     Entry("Matryoshka", nested, dense_nested),
     Entry("WeightedSum, SPLADE", splade, dense_splade, views=3),
 ]
 WHOLE_ZOO = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES), *COMPOSITIONS, *zoo_pairs.TOKENS]
-EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]
+EVERY = [*WHOLE_ZOO, *zoo_labelled.ORDERED]
