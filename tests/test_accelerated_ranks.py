@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, error_message
-from tests.simulated import device, draws_of_a_device, on_cpu, put_by, send_from_device, value_and_gradients
+from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.test_accelerator import ENTRIES as OTHER_ENTRIES
 from tests.test_accelerator import LOSSES as ENTRIES
 from tests.test_accelerator import may_read, of_cpu, of_device
@@ -178,20 +177,3 @@ def test_the_table_is_true(first: int, device_worlds: Worlds) -> None:
         for x, limit in zip(found, limits[name], strict=True):
             is_kept = all(int(a) <= int(b) for a, b in zip(x.split(" / "), limit.split(" / "), strict=True))
             assert is_kept, f"{name} reads {x}: name it in docs/pages/accelerator.md, or read less"
-
-
-def main() -> None:
-    """Print the table: losses with equal numbers in one row, and of the most frequent numbers no names."""
-    rows = defaultdict(list)
-    with Worlds(timeout=300) as pool:
-        pool.run(2, send_from_device)
-        for name, of_loss in sorted(measured(OWN, pool).items()):
-            rows[of_loss].append(name)
-    most = max(map(len, rows.values()))
-    print("| without checks | defaults | losses |\n|---|---|---|")
-    for (off, on), names in sorted(rows.items()):
-        print(f"| {off} | {on} | {OTHERS if len(names) == most else '; '.join(names)} |")
-
-
-if __name__ == "__main__":
-    main()
