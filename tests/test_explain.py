@@ -181,6 +181,15 @@ def test_every_loss_sends_what_its_entries_say(name: str, sizes: list[int]) -> N
         assert_sent(found, formula)
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_sharded_weights(rate: float) -> None:
+    settings = {"shard_over": cz.World(1, 4), "sample_rate": rate}
+    for loss in (cz.CosFace(512, WIDTH, label_smoothing=0.1, **settings), cz.CurricularFace(512, WIDTH, **settings)):
+        found, formula = compared(labelled(loss)(64, WIDTH), [64] * 4, 1)
+        assert_sent(found, formula)
+        assert found.matmul_flop == pytest.approx(formula.matmul_flop, rel=0.2)  # others draw other classes of a rank
+
+
 RINGS = ("three views", "views of 16 bits", "towers of 64 bits", "losses of samples", "sigmoids of samples",
          "negatives of all queries", "views of a sample", "all directions", "tokens", "prefixes")  # fmt: skip
 SMALL = ("three views", "towers of 16 bits", "a sum", "prefixes", "a third-party loss")

@@ -4,6 +4,7 @@ A loss says which entries of the engines its ``compute`` calls, and each notes i
 depend on values are not counted, such as those of a sweep that runs again because a sum lost precision.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -228,23 +229,45 @@ class Slices(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """A comparison of this rank's embeddings with the weights of all classes, some embeddings at a time."""
+    """A comparison of this rank's embeddings with the weights of all classes, some embeddings at a time.
+
+    Of sharded weights, one of the embeddings of all ranks with the weights of this rank.
+    """
 
     rows: Names
     classes: int
     each: int = 1  # weight vectors of a class
     drawn: int | None = None  # how many of the classes a step draws, or those of all samples if these are more
+    # of sharded weights: how many numbers of an embedding ranks add up, and whether each has a limit, which is gathered
+    sums: int = 1
+    limits: bool = False
 
     def note(self, to: Ledger) -> None:
-        of, centers = to.prepare(self.rows), self.each * (self.classes if self.drawn is None else self._drawn(to))
-        rows, weights = of.anchors * of.row, centers * of.row
-        to.sum("gradient of a parameter", weights, backward=True)
+        of, shards = to.prepare(self.rows), to.rows["class weights"].shards if "class weights" in to.rows else None
+        centers = self.each * (self.classes if self.drawn is None else self._drawn(to))
+        anchors, total = of.anchors, of.candidates.total
+        if shards is None:
+            to.sum("gradient of a parameter", centers * of.row, backward=True)
+        else:
+            anchors, centers = total, centers * shards.size // max(1, shards.total)
+            to.to_all("gather of candidates", of.largest * of.row)
+            to.to_all("gather of labels", of.largest * SUM)
+            if self.limits:
+                to.sum("similarities to classes", total * of.wide)
+                to.to_all("gather of limits", of.largest * of.wide)
+            to.sum("largest logits", total * of.wide)
+            for backward, size in itertools.product((False, True), (self.sums, 1)):
+                to.sum("sums over classes", total * size * of.wide, backward=backward)
+            to.give_back("gradients of candidates", of, of.row, backward=True)
+            to.hold(to.arrived(of, of.wide))
+        rows, weights = anchors * of.row, centers * of.row
         height = max(1, BLOCK_BYTES // max(1, 4 * centers * of.wide))
-        at_once = of.anchors <= height
-        matrix = min(height, of.anchors) * centers * of.wide
-        to.flop += 2 * of.width * of.anchors * centers * (3 if at_once else 4)
+        at_once = anchors <= height
+        matrix = min(height, anchors) * centers * of.wide
+        to.flop += 2 * of.width * anchors * centers * (3 if at_once else 4)
         kept, later = (3, 4) if at_once else (0, 6)
-        of_all = 0 if self.drawn is None else self.classes * self.each * of.row  # weights, and their gradient
+        local = self.classes if shards is None else shards.size
+        of_all = 0 if self.drawn is None else local * self.each * of.row  # weights, and their gradient
         to.hold(of_all + 2 * weights + kept * matrix, backward=2 * weights + max(of_all, 2 * rows + later * matrix))
 
     def _drawn(self, to: Ledger) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
 from contrastive_zoo.engine.cost import Classes, Entry
+from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Size, Smoothing, field
@@ -104,7 +105,8 @@ class ClassLoss(LabelledLoss, engine="classes"):
         return state_problem("weights", weights, embeddings)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [*super().entries(stated), Classes(["embeddings"], len(self.weights), self.weights.shape[1:-1].numel())]
+        classes, each = self.num_classes if self.sharded else len(self.weights), self.weights.shape[1:-1].numel()
+        return [*super().entries(stated), Classes(["embeddings"], classes, each)]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         """Return similarities to the weights.
@@ -136,6 +138,8 @@ class ShardableClassLoss(ClassSoftmax, Stateful):
 
     step: Tensor = field(init=False)
 
+    has_limits: ClassVar[bool] = False  # whether other classes are compared with a limit of each embedding
+
     def settings_problem(self) -> str | None:
         if not (self.shard_over is None or isinstance(self.shard_over, World)):
             return f"shard_over is a World, such as World.of(), got {described(self.shard_over)}."
@@ -159,7 +163,8 @@ class ShardableClassLoss(ClassSoftmax, Stateful):
     def entries(self, stated: CallInputs) -> list[Entry]:
         *others, compared = super().entries(stated)
         assert isinstance(compared, Classes)
-        return [*others, compared._replace(drawn=self._drawn(stated.settings, compared.classes))]
+        drawn, sums = self._drawn(stated.settings, compared.classes), 1 + smooths(stated.settings.label_smoothing)
+        return [*others, compared._replace(drawn=drawn, sums=sums, limits=self.has_limits)]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         pairs = super().pairs(batch, **how)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,8 @@ class CurricularFace(ShardableClassLoss):
     momentum: Momentum = 0.99
 
     mean_cosine: Tensor = field(init=False)
+
+    has_limits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
