@@ -117,6 +117,7 @@ OPTIONS: dict[str, Callable[[int, int], Case]] = {
     "a user's loss": labelled(Drawing()),
     "a learnt margin": labelled(cz.Triplet(margin=learnt())),
     "tokens": lambda n, d: (cz.MaxSim(), [embeddings(n, 5, d), embeddings(n, 7, d)]),
+    "the best tokens": lambda n, d: (cz.MaxSim(top_k=4), [embeddings(n, k, d) for k in (5, 7)]),
     "a sum": labelled(cz.WeightedSum([cz.SupCon(), cz.Triplet(), cz.Circle()])),
     "a sum of views": views(cz.WeightedSum([cz.NTXent(), cz.BarlowTwins(), cz.DCL()])),
     "prefixes": lambda n, d: views(cz.Matryoshka(cz.NTXent(), (d // 4, d)))(n, d),

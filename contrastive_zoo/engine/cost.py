@@ -196,6 +196,7 @@ class Tokens(NamedTuple):
     queries: str
     documents: str
     mean_length: Number  # of documents, in tokens
+    searched: bool = False  # whether the best of all documents' tokens are found first
 
     def note(self, to: Ledger) -> None:
         of = to.prepare([self.queries], [self.documents])
@@ -204,7 +205,7 @@ class Tokens(NamedTuple):
         for backward in (False, True):
             to.bring([self.documents], of, of.item, backward=backward)
         to.give_back("gradients of documents", of, of.row, ring=to.ring, backward=True)
-        to.flop += 2 * of.width * of.pairs
+        to.flop += 2 * of.width * of.pairs * (1 + self.searched)
         positions = min(budget(), of.pairs / max(1, self.mean_length)) + of.anchors * of.row / 16
         _, scratch = to.tile(of)
         to.hold(positions, 2 * scratch, of.both + max(to.moving(of), 3 * scratch))

@@ -5,6 +5,8 @@ gradient G of S,
 
     S_ij = Σ_a max_b q_ia·d_jb      dq_ia = Σ_j G_ij d_{j, w(i,a,j)}      dd_jb = Σ_{i, a: w(i,a,j) = b} G_ij q_ia
 
+With a floor f_ia, S_ij is the mean over the query's tokens a for which max_b q_ia·d_jb ≥ f_ia.
+
 The selected tokens are cached for the backward pass as far as the memory budget allows; others are computed again.
 """
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
-from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.engine.masked import masked_indices, tie_width
 from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.tiling import CachedLogits
@@ -42,6 +44,12 @@ class TokenSets:
     read: Sequence[int]  # the lengths on the host
     factors: Tensor | None = None  # of an input of 16 bits, what is sent and multiplied in place of tokens
     gathered: Tensor | None = None  # what is sent, of all ranks, if losses of a sum share it
+    floor: Tensor | None = None  # of each query token, the least similarity that counts; None if all do
+
+    def gather(self, world: World) -> Tensor:
+        """Return what is sent, of all ranks."""
+        sent = self.tokens if self.factors is None else self.factors
+        return gather_rows(sent.detach(), self.token_shards, world) if self.gathered is None else self.gathered
 
     def all_lengths(self, world: World) -> tuple[Tensor, Sequence[int]]:
         """Return the numbers of tokens of the sets of all ranks, and the same on the host, which waits for no device."""
@@ -52,10 +60,11 @@ class TokenSets:
         return lengths, [x for of, size in zip(by_rank, self.shards.sizes, strict=True) for x in of[:size]]
 
 
-def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "n M"]:
+def late_interaction_scores(batch: Batch, *, normalize: bool, top_k: int | None = None) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, and then of further documents, [n, M].
 
-    The batch has the number of tokens of each set, also on the host, and ``tokens of`` these sets, queries first.
+    The batch has the number of tokens of each set, also on the host, and ``tokens of`` these sets, queries first. ``top_k``
+    is how many tokens of all documents count for a query token; None is all of them.
     """
     sets = []
     for name, read in batch.host.items():
@@ -64,10 +73,25 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
         gathered = batch.gather_shared(f"tokens of {name}", normalize=normalize if factors is None else None)
         of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0], gathered
         sets.append(TokenSets(prepared, *of_set))
-    queries, *others = sets
+    queries, *others = sets[0], *map(_with_first_of_equals, sets[1:])
     how: Any = {"unit_norm": normalize, "world": batch.world, "plain": batch.plan.is_plain}
-    parts = [max_sim_scores(queries, _with_first_of_equals(x), **how) for x in others]
+    if top_k is not None:
+        others = [replace(x, gathered=x.gather(batch.world)) for x in others]
+        tokens = torch.cat([batch.prepared(x.gathered, normalize=normalize) for x in others if x.gathered is not None])
+        queries = replace(queries, floor=_kth_largest(queries.tokens.detach(), tokens, top_k))
+    parts = [max_sim_scores(queries, x, **how) for x in others]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+@torch.no_grad()
+@without_autocast
+def _kth_largest(queries: Float[Tensor, "t d"], tokens: Float[Tensor, "T d"], k: int) -> Float[Tensor, " t"]:
+    """Return which similarity each query token's k best tokens have at least, less what another matmul may round."""
+    floor = queries.new_full((len(queries),), -torch.inf)
+    for part in tiling.row_blocks(len(queries), len(tokens), queries.dtype) if k < len(tokens) else ():
+        floor[part] = (queries[part] @ tokens.T).topk(k).values[:, -1]
+    lengths, longest = torch.linalg.vector_norm(queries, dim=1), torch.linalg.vector_norm(tokens, dim=1).amax()
+    return floor - tie_width(floor) * lengths * longest
 
 
 def _with_first_of_equals(sets: TokenSets) -> TokenSets:
@@ -89,14 +113,14 @@ def max_sim_scores(
         tokens = all_gather(documents.tokens, shards=documents.token_shards, process_group=world)
         products = queries.tokens @ tokens.T
         best = [x.max(1).values for x in products.split([*read], 1)]
-        return sum_by_set(torch.stack(best, 1) if best else products, queries.lengths)
+        return _scores_of(torch.stack(best, 1) if best else products, queries.lengths, queries.floor)[0]
     factors = None
     if queries.factors is not None and documents.factors is not None:
         factors = queries.factors, documents.factors
     sweep = MaxSimSweep(
         query_lengths=queries.lengths, document_lengths=lengths, read_lengths=read, document_shards=documents.shards,
         row_shards=queries.token_shards, column_shards=documents.token_shards, world=world, factors=factors,
-        unit_norm=unit_norm,
+        unit_norm=unit_norm, floor=queries.floor,
     )  # fmt: skip
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens, documents.gathered)
     return scores
@@ -109,14 +133,15 @@ class _MaxSim(Function):
         ctx.sweep, exchange = sweep, sweep.exchange(documents, gathered)
         ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
         with matmul_rounding(sweep.dtype, queries.device.type):
-            scores, positions = sweep.scores(sweep.row_factors(queries), exchange, ctx.cached)
-        ctx.save_for_backward(queries, documents, exchange.gathered, *positions)
+            scores, counts, positions = sweep.scores(sweep.row_factors(queries), exchange, ctx.cached)
+        ctx.save_for_backward(queries, documents, exchange.gathered, counts, *positions)
         return scores
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
-        queries, documents, gathered, *positions = ctx.saved_tensors
+        queries, documents, gathered, counts, *positions = ctx.saved_tensors
+        dscores = dscores.contiguous() if counts is None else dscores / counts
         sweep = ctx.sweep
         with torch.no_grad(), matmul_rounding(sweep.dtype, queries.device.type):
             dqueries, ddocuments = (
@@ -124,9 +149,7 @@ class _MaxSim(Function):
                 for x, needed in zip((queries, documents), ctx.needs_input_grad[1:3], strict=True)
             )
             exchange = sweep.exchange(documents, gathered)
-            parts = sweep.gradients(
-                sweep.row_factors(queries), exchange, dscores.contiguous(), positions, dqueries, ddocuments
-            )
+            parts = sweep.gradients(sweep.row_factors(queries), exchange, dscores, positions, dqueries, ddocuments)
             sweep.complete(exchange, ddocuments, parts)
             ctx.cached.release()
         return None, *(differentiable_once(x, queries, documents) for x in (dqueries, ddocuments)), None
@@ -162,6 +185,7 @@ class MaxSimSweep(Sweep):
     document_lengths: Tensor  # of all ranks
     read_lengths: Sequence[int]  # the same on the host
     document_shards: Shards
+    floor: Tensor | None = None  # of the local queries
 
     def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of a rank's documents: their columns of the scores, and which of the rank's tokens they have."""
@@ -177,9 +201,10 @@ class MaxSimSweep(Sweep):
 
     def scores(
         self, queries: Tensor, exchange: GatherExchange | Ring, cached: CachedLogits
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the scores, and the positions of the selected tokens of each block; None where they do not fit."""
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Return scores, what sums were divided by, and each block's selected tokens; None where they do not fit."""
         scores = queries.new_empty(len(self.query_lengths), len(self.document_lengths))
+        counts = None if self.floor is None else torch.empty_like(scores)
         positions: list[Tensor | None] = []
         left = self.operand(queries)
         for tokens, of_rank in self._visits(exchange):
@@ -187,10 +212,12 @@ class MaxSimSweep(Sweep):
             for columns, block in self.blocks(queries, of_rank):
                 documents, longest = block.shape
                 keep = cached.reserve(len(queries) * documents * small_integer(longest).itemsize)
-                best, position = best_tokens(left, right, block, select=keep)
-                scores[:, columns] = sum_by_set(best, self.query_lengths)
+                best, position = best_tokens(left, right, block, self.floor, select=keep)
+                scores[:, columns], of_block = _scores_of(best, self.query_lengths, self.floor)
+                if counts is not None and of_block is not None:
+                    counts[:, columns] = of_block
                 positions.append(position)
-        return scores, positions
+        return scores, counts, positions
 
     def gradients(
         self, queries: Tensor, exchange: GatherExchange | Ring, dscores: Tensor, positions: Sequence[Any], *totals: Any
@@ -204,9 +231,12 @@ class MaxSimSweep(Sweep):
             for columns, block in self.blocks(queries, of_rank):
                 position = next(stored)
                 if position is None:
-                    _, position = best_tokens(left, right, block, select=True)
+                    _, position = best_tokens(left, right, block, self.floor, select=True)
                 assert position is not None  # it was asked for
                 weights, position = dscores[:, columns][sets], position.long()
+                if self.floor is not None:
+                    weights = weights.where(position < block.shape[1], 0)
+                    position = position.clamp(max=block.shape[1] - 1)
                 if dqueries is not None and len(queries):
                     selected = block[torch.arange(len(block), device=block.device), position]
                     dqueries += F.embedding_bag(selected, _unit(right), mode="sum", per_sample_weights=weights)
@@ -220,8 +250,10 @@ def _unit(tokens: Operand) -> Tensor:
     return tokens.rows if tokens.inverse is None else tokens.rows * tokens.inverse[:, None]
 
 
-def best_tokens(queries: Operand, tokens: Operand, index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the largest similarity of each query token to tokens [b, L] of documents, and which of these has it."""
+def best_tokens(
+    queries: Operand, tokens: Operand, index: Tensor, floor: Tensor | None = None, *, select: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return each query token's largest similarity to tokens [b, L] of documents, and which has it; L if below the floor."""
     rows, candidates = queries.rows, tokens.rows[index.flatten()].T
     best = rows.new_empty(len(rows), len(index))
     position = torch.empty_like(best, dtype=small_integer(index.shape[1])) if select else None
@@ -236,11 +268,15 @@ def best_tokens(queries: Operand, tokens: Operand, index: Tensor, *, select: boo
             torch.amax(similarity, 2, out=best[part])
         else:
             best[part], position[part] = similarity.max(2)
-    return best if queries.inverse is None else best * queries.inverse[:, None], position
+    best = best if queries.inverse is None else best * queries.inverse[:, None]
+    if position is not None and floor is not None:
+        position.masked_fill_(best < floor[:, None], index.shape[1])
+    return best, position
 
 
 def small_integer(positions: int) -> torch.dtype:
-    return torch.uint8 if positions <= 2**8 else torch.int16 if positions <= 2**15 else torch.int32
+    # of a position, or their number for none
+    return torch.uint8 if positions < 2**8 else torch.int16 if positions < 2**15 else torch.int32
 
 
 def padded_blocks(
@@ -258,6 +294,17 @@ def padded_blocks(
         index = start[order[block], None] + position.where(position < size[block, None], 0)
         yield order[block], index
         first = block.stop
+
+
+def _scores_of(
+    best: Float[Tensor, "t k"], lengths: Int[Tensor, " n"], floor: Float[Tensor, " t"] | None
+) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"] | None]:
+    """Return sums over query tokens, or means over those that reach the floor and their number."""
+    if floor is None:
+        return sum_by_set(best, lengths), None
+    reached = best >= floor[:, None]
+    counts = sum_by_set(reached.to(best), lengths).clamp(min=1)
+    return sum_by_set(best.where(reached, 0), lengths) / counts, counts
 
 
 def sum_by_set(values: Float[Tensor, "t k"], lengths: Int[Tensor, " n"]) -> Float[Tensor, "n k"]:

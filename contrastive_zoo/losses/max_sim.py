@@ -1,7 +1,7 @@
 """Late interaction: MaxSim scores, with InfoNCE as ColBERT, or against the hardest document as ColPali."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_token
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 
 TokenReduction = Literal["sum", "mean"]
 
@@ -64,16 +64,22 @@ class LateInteractionLoss(Loss, engine="tokens"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         (queries, *others), lengths = stated.inputs.host, stated.inputs.host
         means = {name: sum(lengths[name]) / max(1, len(lengths[name])) for name in others}
-        tokens = (Tokens(f"tokens of {queries}", f"tokens of {name}", mean) for name, mean in means.items())
+        how = {"searched": self.__dict__.get("top_k") is not None}
+        tokens = (Tokens(f"tokens of {queries}", f"tokens of {name}", mean, **how) for name, mean in means.items())
         return [*self.scale_of(stated)[1], *tokens, *self.reduced()]
 
-    def scores(self, batch: Batch) -> tuple[Float[Tensor, "n c"], Float[Tensor, " n"], Bool[Tensor, "n c"]]:
+    def scores(
+        self, batch: Batch, top_k: int | None = None
+    ) -> tuple[Float[Tensor, "n c"], Float[Tensor, " n"], Bool[Tensor, "n c"]]:
         """Return local queries' scores with all documents and negatives, with their own documents, and which are these."""
-        scores = late_interaction_scores(batch, normalize=self.normalize)
+        scores = late_interaction_scores(batch, normalize=self.normalize, top_k=top_k)
         scores = scores / batch.first[:, None] if self.token_reduction == "mean" else scores
         is_own = torch.zeros_like(scores, dtype=torch.bool)
         is_own[:, batch.samples.local].fill_diagonal_(True)
         return scores, scores[:, batch.samples.local].diagonal(), is_own
+
+
+_TOP_K = Bounds("top_k is an integer, 1 or more", low=1, whole=True)
 
 
 def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
@@ -94,8 +100,10 @@ class MaxSim(LateInteractionLoss):
         S_ij = Σ_a max_b q_ia·d_jb
         loss = mean_i [ log Σ_{j∈D} exp(S_ij / t)  −  S_ii / t ]
 
-    where D are all documents and all negatives. Equal to PyLate's ``Contrastive(temperature=t)`` on one process where all
-    tokens are valid; there padding counts as a similarity of 0. Of equal tokens of a document the first gets the gradient.
+    where D are all documents and all negatives. With ``top_k=k`` S_ij are XTR's scores: only those of D's tokens count that
+    are the k most similar to q_ia, or equally similar, and S_ij is the mean over the a for which one of document j's does,
+    0 for none. Otherwise this is PyLate's ``Contrastive(temperature=t)`` on one process where all tokens are valid; there
+    padding counts as a similarity of 0. Of equal tokens of a document the first gets the gradient.
 
     Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``:
 
@@ -108,6 +116,7 @@ class MaxSim(LateInteractionLoss):
     Args:
         temperature: t, 1 in PyLate, 0.02 with ``"mean"`` in colpali-engine.
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
+        top_k: k; None for all tokens.
         normalize: normalise each token to unit length first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         check_finite: refuse NaN and infinite embeddings.
@@ -118,13 +127,24 @@ class MaxSim(LateInteractionLoss):
         tensor(0.1809)
 
     Source: Khattab & Zaharia 2020 (ColBERT), §3.2, https://arxiv.org/abs/2004.12832; Santhanam et al. 2022,
-    https://arxiv.org/abs/2112.01488; Faysse et al. 2024 (ColPali), https://arxiv.org/abs/2407.01449
+    https://arxiv.org/abs/2112.01488; Faysse et al. 2024 (ColPali), https://arxiv.org/abs/2407.01449; Lee et al. 2023
+    (XTR), eq. 5, https://arxiv.org/abs/2304.01982
     """
 
     temperature: Temperature = 1.0
+    top_k: Annotated[int, _TOP_K] | None = None
+
+    def settings_problem(self) -> str | None:
+        both = self.top_k is not None and self.token_reduction == "mean"
+        return super().settings_problem() or (
+            "top_k has a mean of its own. Leave token_reduction out." if both else None
+        )
+
+    def ring_problem(self) -> str | None:
+        return None if self.top_k is None else "the k best of all documents' tokens are selected at once"
 
     def compute(self, batch: Batch) -> Tensor:
-        scores, positive, is_own = self.scores(batch)
+        scores, positive, is_own = self.scores(batch, self.top_k)
         scale = batch.scale(batch.settings.temperature)
         others = log_sum_exp((scale * scores).masked_fill(is_own, -torch.inf), 1)
         return batch.reduce(cross_entropy(scale * positive, others), reduction=self.reduction)

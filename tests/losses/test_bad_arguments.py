@@ -174,6 +174,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: later(cz.ProxyAnchor(3, 3), weights=nn.Parameter(TOKENS))(EYE, Y), "weights are [classes, d] and as wide"),
     (lambda: later(cz.CosFace(3, 3), sample_rate=0.5)(EYE, Y), "sample_rate is 1 in a loss that was"),
     (lambda: cz.CosFace(3, 4, shard_over=2), "shard_over is a World, such as World.of"),
+    (lambda: cz.MaxSim(top_k=3, token_reduction="mean"), "MaxSim: top_k has a mean of its own"),
     (lambda: cz.SwAV(3, 4)(EYE, EYE), "prototypes are [clusters, d] with d=3 as views"),
     (lambda: later(cz.SwAV(5, 3), prototypes=nn.Parameter(LABELS, False))(Z, Z), "prototypes are [clusters, d]"),
     (lambda: cz.SwAV(4, 3, code_views=3)(EYE, EYE), "1 <= code_views <= 2, got 3"),

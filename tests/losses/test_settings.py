@@ -85,6 +85,7 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     ("Angular.alpha", (0.0, 90.0, *ANY)),
     ("ArcFace.margin CurricularFace.margin MagFace.low_margin MagFace.high_margin", (-0.1, 3.2, *ANY)),
     ("SwAV.iterations DINO.iterations IBOT.iterations MSN.iterations", (-1, 1.5, *ANY)),
+    ("MaxSim.top_k", (0, 1.5, math.inf, "1", 10**400)),
     ("KoLeo.group_size", (1, 2.5, math.inf, "1", 10**400)),
     ("TupletMargin.margin", (-1.0, 181.0, *ANY)),
 ]

@@ -86,6 +86,23 @@ ENTRIES = [
 ]
 
 
+def dense_xtr(q: Tensor, q_mask: Tensor | None, sets: list[tuple[Tensor, Tensor | None]], top_k: int) -> Tensor:
+    """Query by query, token by token."""
+    documents = [
+        x[mask != 0] for d, m in sets for x, mask in zip(d, d[..., 0] * 0 + 1 if m is None else m, strict=True)
+    ]
+    scores = []
+    for i, tokens in enumerate(q):
+        found: list[list[Tensor]] = [[] for _ in documents]
+        for token in unit(tokens if q_mask is None else tokens[q_mask[i] != 0]):
+            products = [unit(x) @ token for x in documents]
+            least = torch.cat(products).sort(descending=True).values[:top_k][-1] - 1e-12
+            for j, x in enumerate(products):
+                found[j] += [x.max(dim=0).values] if (x >= least).any() else []
+        scores.append(torch.stack([torch.stack(x).mean() if x else 0 * q.sum() for x in found]))
+    return torch.stack(scores)
+
+
 def dense_scores(q: Tensor, d: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, token_reduction: str) -> Tensor:
     q, d = F.normalize(q, dim=2), F.normalize(d, dim=2)
     products = torch.einsum("iad,jbd->ijab", q, d)
@@ -101,12 +118,13 @@ def dense_max_sim(
     queries: Tensor, documents: Tensor, query_mask: Tensor | None = None, document_mask: Tensor | None = None,
     negatives: Tensor | None = None, negative_mask: Tensor | None = None,
     *, temperature: Any = 1.0, token_reduction: str = "sum", hardest: bool = False,
+    top_k: int | None = None,
 ) -> Tensor:  # fmt: skip
     """MaxSim, or, against the hardest document alone, MaxSimPairwise."""
     further = [] if negatives is None else [(negatives, negative_mask)]
     sets = [(documents, document_mask), *further]
     scores = torch.cat([dense_scores(queries, x, query_mask, mask, token_reduction) for x, mask in sets], 1)
-    logits = scores / temperature
+    logits = (scores if top_k is None else dense_xtr(queries, query_mask, sets, top_k)) / temperature
     if hardest:
         own = torch.eye(*logits.shape, dtype=torch.bool)
         if logits.shape[1] < 2:
@@ -136,6 +154,8 @@ def tokens_of(q: Tensor, d: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
 TOKENS: list[Entry] = [
     row("MaxSim", dense_max_sim, "views", tokens_of),
     row("MaxSim, negatives", dense_max_sim, "views", tokens_of, 3, token_reduction="mean"),
+    row("MaxSim, XTR", dense_max_sim, "views", tokens_of, top_k=3),
+    row("MaxSim, XTR and negatives", dense_max_sim, "views", tokens_of, 3, top_k=2),
     row("MaxSimPairwise", dense_pairwise, "views", tokens_of),
     row("MaxSimPairwise, negatives", dense_pairwise, "views", tokens_of, 3),
 ]
