@@ -155,9 +155,9 @@ class Batch:
         if isinstance(self.world, Session):
             self.world.findings.labels = labels
 
-    def gather_with_gradient(self, rows: Tensor) -> Tensor:
-        """Return the embeddings of all ranks, from which every rank computes the same: each gets the gradient of its own."""
-        return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)
+    def gather_with_gradient(self, rows: Tensor, gradient: Gradient = "complete") -> Tensor:
+        """Return the embeddings of all ranks, from which all compute the same, or (``"partial"``) each computes its part."""
+        return all_gather(rows, gradient=gradient, shards=self.samples, process_group=self.world)
 
     def sum(self, x: Tensor, *, gradient: Gradient) -> Tensor:
         """Return the sum of ``x`` over ranks: ``"complete"`` if all of them compute the same from it, else ``"partial"``."""

@@ -211,6 +211,20 @@ class Tokens(NamedTuple):
         to.hold(positions, 2 * scratch, of.both + max(to.moving(of), 3 * scratch))
 
 
+class Products(NamedTuple):
+    """Dot products of local embeddings and those of all ranks, held as a matrix."""
+
+    anchors: Names
+    candidates: Names
+
+    def note(self, to: Ledger) -> None:
+        of = to.prepare(self.anchors, self.candidates)
+        to.to_all("gather of candidates", of.largest * of.row)
+        to.give_back("gradients of candidates", of, of.row, backward=True)
+        to.flop += 6 * of.width * of.pairs
+        to.hold(to.arrived(of, of.wide) + of.pairs * of.wide, backward=of.both + of.pairs * of.wide)
+
+
 class Slices(NamedTuple):
     """Projections of the embeddings of all ranks on random directions, of which each rank takes a part."""
 
@@ -329,7 +343,19 @@ class Member(NamedTuple):
 
 
 Entry: TypeAlias = (
-    Pairs | Signs | Blocks | Summed | Shared | Gathered | Tokens | Slices | Classes | Local | UserCode | Member
+    Pairs
+    | Signs
+    | Blocks
+    | Summed
+    | Shared
+    | Gathered
+    | Tokens
+    | Products
+    | Slices
+    | Classes
+    | Local
+    | UserCode
+    | Member
 )
 
 _KEYS = 5  # tensors of random numbers, one for each class, while they are computed

@@ -19,7 +19,7 @@ from contrastive_zoo.losses.distillation import ClipDistillation, MarginMSE, Sco
 from contrastive_zoo.losses.image_text import CyclicConsistency, InfoLOOB
 from contrastive_zoo.losses.info_nce import Clip, InfoNCE
 from contrastive_zoo.losses.long_tails import BalSCL, PaCo
-from contrastive_zoo.losses.max_sim import MaxSim, MaxSimPairwise
+from contrastive_zoo.losses.max_sim import M3, MaxSim, MaxSimPairwise
 from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.modalities import GRAM
@@ -48,16 +48,16 @@ from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalReg
 from contrastive_zoo.ranks.suggestions import missing
 
 __all__ = [
-    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "GRAM", "HCL", "HMLC", "IBOT", "MNRL", "MSN", "NCA", "NNCLR", "SINCERE",
-    "AdaFace", "AlignUniform", "Angular", "AngularPrototypical", "ArcFace", "BalSCL", "BarlowTwins", "CenterLoss",
-    "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory", "CurricularFace",
-    "CyclicConsistency", "FastAP", "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE", "KoLeo", "LargeMarginSoftmax",
-    "LeJEPA", "LiftedStructure", "MagFace", "Margin", "MarginMSE", "Matryoshka", "MaxSim", "MaxSimPairwise",
-    "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs", "NTXent",
-    "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "PaCo", "ProxyAnchor",
-    "ProxyNCA", "RDMReg", "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP", "SignalToNoise",
-    "SmoothAP", "SoftTriple", "SogCLR", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo", "Triplet",
-    "TupletMargin", "VICReg", "VISReg", "WeightedSum",
+    "DCL", "DINO", "FLOPS", "GE2E", "GIST", "GRAM", "HCL", "HMLC", "IBOT", "M3", "MNRL", "MSN", "NCA", "NNCLR",
+    "SINCERE", "AdaFace", "AlignUniform", "Angular", "AngularPrototypical", "ArcFace", "BalSCL", "BarlowTwins",
+    "CenterLoss", "Circle", "Clip", "ClipDistillation", "CoSENT", "Contrastive", "CosFace", "CrossBatchMemory",
+    "CurricularFace", "CyclicConsistency", "FastAP", "GeneralizedLiftedStructure", "InfoLOOB", "InfoNCE", "KoLeo",
+    "LargeMarginSoftmax", "LeJEPA", "LiftedStructure", "MagFace", "Margin", "MarginMSE", "Matryoshka", "MaxSim",
+    "MaxSimPairwise", "MegaBatchMargin", "MemoryQueue", "MomentumEncoder", "MultiPositive", "MultiSimilarity", "NPairs",
+    "NTXent", "NegativeCosine", "NormalizedSoftmax", "OnlineContrastive", "OrthogonalRegularization", "PaCo",
+    "ProxyAnchor", "ProxyNCA", "RDMReg", "RankNContrast", "RankedList", "SIGReg", "ScoreDistillation", "SigLIP",
+    "SignalToNoise", "SmoothAP", "SoftTriple", "SogCLR", "SupCon", "SwAV", "ThresholdConsistentMargin", "TiCo",
+    "Triplet", "TupletMargin", "VICReg", "VISReg", "WeightedSum",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker would take any name

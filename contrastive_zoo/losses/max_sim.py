@@ -1,6 +1,7 @@
 """Late interaction: MaxSim scores, with InfoNCE as ColBERT, or against the hardest document as ColPali."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -9,10 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Tokens
+from contrastive_zoo.engine.cost import Entry, Products, Tokens
 from contrastive_zoo.engine.masked import shared_max, tie_width
 from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
 from contrastive_zoo.engine.plan import Needs
+from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
@@ -80,6 +82,10 @@ class LateInteractionLoss(Loss, engine="tokens"):
 
 
 _TOP_K = Bounds("top_k is an integer, 1 or more", low=1, whole=True)
+
+
+_CONSTANT = Bounds(low=0, constant=True)
+_PRODUCTS = ("queries", "documents"), ("query_weights", "document_weights")
 
 
 def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
@@ -187,3 +193,96 @@ class MaxSimPairwise(LateInteractionLoss):
             hardest = shared_max(scores.masked_fill(is_own, -torch.inf), ties)
         losses = F.softplus(batch.scale(batch.settings.temperature) * (hardest - positive), threshold=40)
         return batch.reduce(losses, torch.full_like(losses, has_others, dtype=torch.bool), reduction=self.reduction)
+
+
+class M3(LateInteractionLoss):
+    r"""Compute BGE-M3's loss of three kinds of scores, each of which also learns from their sum.
+
+    With D the unit embeddings and X the lexical weights of all ranks' queries and documents, and S the scores of
+    :class:`MaxSim` of their tokens, means over the query's tokens,
+
+        s¹ = D_q D_dᵀ / t,   s² = X_q X_dᵀ / t,   s³ = S / t,   s⁰ = s¹ + w s² + s³
+        L_k = cross_entropy(s^k, arange(N)),      L'_k = cross_entropy(s^k, softmax(s⁰))
+        loss = (1 − δ) (L_1 + λ L_2 + L_3 + L_0) / 4  +  δ (L'_1 + λ L'_2 + L'_3) / 3
+
+    The targets softmax(s⁰) carry no gradient. Each rank holds the scores of its own queries.
+
+    Called as ``loss(queries, documents, query_weights, document_weights, query_tokens, document_tokens, query_mask,
+    document_mask)``:
+
+    - queries, documents: [n, d]; document i belongs to query i. n may differ between ranks.
+    - query_weights, document_weights: [n, v], a number for each word of the vocabulary, 0 for most.
+    - query_tokens, document_tokens, and masks: [n, a, e], [n, b, e], as of MaxSim.
+
+    Args:
+        temperature: t > 0, a constant.
+        lexical_weight: w ≥ 0, of the lexical scores in the sum.
+        lexical_loss_weight: λ ≥ 0, of their loss.
+        distillation: δ, 0 … 1; 0 for the first steps, as the authors train.
+        token_reduction: ``"mean"`` over the query's tokens, or ``"sum"``.
+        normalize: normalise embeddings and tokens to unit length first.
+        reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
+
+    Examples:
+        >>> x = torch.eye(2)
+        >>> loss = M3(temperature=1.0, distillation=0.0)
+        >>> loss(x, x, x, x, x[:, None], x[:, None])   # ¼ (2.1 log(1 + e⁻¹) + log(1 + exp(−2.3)))
+        tensor(0.1883)
+
+    Source: Chen et al. 2024, eqs. 4-8, https://arxiv.org/abs/2402.03216
+    """
+
+    temperature: Annotated[float, Bounds(above=0, constant=True)] = 0.02
+    lexical_weight: Annotated[float, _CONSTANT] = 0.3
+    lexical_loss_weight: Annotated[float, _CONSTANT] = 0.1
+    distillation: Annotated[float, _CONSTANT._replace(high=1)] = 0.5
+    token_reduction: TokenReduction = "mean"
+
+    @staticmethod
+    def inputs(  # type: ignore[override]  # embeddings and weights, too
+        queries: Float[Tensor, "n d"],
+        documents: Float[Tensor, "n d"],
+        query_weights: Float[Tensor, "n v"],
+        document_weights: Float[Tensor, "n v"],
+        query_tokens: Float[Tensor, "n a e"],
+        document_tokens: Float[Tensor, "n b e"],
+        query_mask: Bool[Tensor, "n a"] | Int[Tensor, "n a"] | None = None,
+        document_mask: Bool[Tensor, "n b"] | Int[Tensor, "n b"] | None = None,
+    ) -> Inputs:
+        tokens = LateInteractionLoss.inputs(query_tokens, document_tokens, query_mask, document_mask)
+        rows, host = (
+            {x.replace("queries", "query_tokens").replace("documents", "document_tokens"): y for x, y in of.items()}
+            for of in (tokens.rows, tokens.host)
+        )
+        texts = {"queries": queries, "documents": documents}
+        texts |= {"query_weights": query_weights, "document_weights": document_weights}
+        return replace(tokens, rows={**rows, **texts}, host=host)
+
+    def ring_problem(self) -> str:
+        return "the softmax of the sum of its scores is the target of each"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [*super().entries(stated), *(Products([x], [y]) for x, y in _PRODUCTS)]
+
+    def compute(self, batch: Batch) -> Tensor:
+        settings, multiple = batch.settings, self.scores(batch)[0]
+        products = []
+        for names in _PRODUCTS:
+            unit = self.normalize and names == ("queries", "documents")
+            x, y = (batch.prepared(batch.rows[name], normalize=unit) for name in names)
+            products.append(matmul(x, batch.gather_with_gradient(y, "partial").T))
+        scores = batch.scale(settings.temperature) * torch.stack([*products, multiple])
+        combined = _sum_of(scores, settings.lexical_weight)
+        log_shares = torch.cat([scores, combined[None]]).log_softmax(2)
+        own = -log_shares[:, :, batch.samples.local].diagonal(dim1=1, dim2=2)
+        distilled = -(log_shares[3].detach().exp() * log_shares[:3]).sum(2)
+        contrastive = (_sum_of(own[:3], settings.lexical_loss_weight) + own[3]) / 4
+        self_taught = _sum_of(distilled, settings.lexical_loss_weight) / 3
+        losses = (1 - settings.distillation) * contrastive + settings.distillation * self_taught
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+def _sum_of(three: Float[Tensor, "k ..."], lexical: float) -> Float[Tensor, "..."]:
+    dense, sparse, multiple = three
+    return dense + lexical * sparse + multiple

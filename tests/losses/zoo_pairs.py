@@ -151,11 +151,28 @@ def tokens_of(q: Tensor, d: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     return queries, documents, query_mask, document_mask, *(x for of_view in negatives for x in of_view)
 
 
+def three_kinds(q: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+    return q, d, q.relu(), d.flip(1).relu(), *tokens_of(q.roll(1, 1), d)
+
+
+def dense_m3(
+    q: Tensor, d: Tensor, x: Tensor, y: Tensor, *tokens: Tensor, temperature: Any, distillation: float = 0.5
+) -> Tensor:
+    s1, s2, s3 = (s / temperature for s in (unit(q) @ unit(d).T, x @ y.T, dense_scores(*tokens, "mean")))
+    total = s1 + 0.3 * s2 + s3
+    own = [F.cross_entropy(s, torch.arange(len(q))) for s in (s1, s2, s3, total)]
+    taught = [F.cross_entropy(s, total.detach().softmax(1)) for s in (s1, s2, s3)]
+    contrastive = (own[0] + 0.1 * own[1] + own[2] + own[3]) / 4
+    return (1 - distillation) * contrastive + distillation * (taught[0] + 0.1 * taught[1] + taught[2]) / 3
+
+
 TOKENS: list[Entry] = [
     row("MaxSim", dense_max_sim, "views", tokens_of),
     row("MaxSim, negatives", dense_max_sim, "views", tokens_of, 3, token_reduction="mean"),
     row("MaxSim, XTR", dense_max_sim, "views", tokens_of, top_k=3),
     row("MaxSim, XTR and negatives", dense_max_sim, "views", tokens_of, 3, top_k=2),
+    row("M3", dense_m3, "views", three_kinds),
+    row("M3, mostly distilled", dense_m3, "views", three_kinds, distillation=0.8),
     row("MaxSimPairwise", dense_pairwise, "views", tokens_of),
     row("MaxSimPairwise, negatives", dense_pairwise, "views", tokens_of, 3),
 ]
