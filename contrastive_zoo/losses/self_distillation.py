@@ -242,7 +242,7 @@ class IBOT(DINO):
         return batch.reduce(of_images, reduction=self.reduction)
 
 
-class ClusterLoss(Loss, engine="statistics"):
+class _ClusterLoss(Loss, engine="statistics"):
     """A loss of similarities to prototypes, the parameter ``prototypes``, of which a loss compares directions."""
 
     num_prototypes: Size = field(kw_only=False)
@@ -274,7 +274,7 @@ class ClusterLoss(Loss, engine="statistics"):
         return matmul(z.flatten(0, -2), unit.T).view(*z.shape[:-1], len(unit))
 
 
-class SwAV(ClusterLoss, ViewLoss, engine="statistics"):
+class SwAV(_ClusterLoss, ViewLoss, engine="statistics"):
     r"""Compute the loss of swapped predictions of cluster assignments.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d], the full-size crops first.
@@ -331,7 +331,7 @@ class SwAV(ClusterLoss, ViewLoss, engine="statistics"):
         return batch.reduce(torch.stack(losses).mean(0), reduction=self.reduction)
 
 
-class MSN(ClusterLoss, engine="statistics"):
+class MSN(_ClusterLoss, engine="statistics"):
     r"""Compute the loss of masked Siamese networks: masked views predict the cluster of the whole image.
 
     With z^m the student's unit embeddings of view m of all ranks, y the teacher's, c the unit prototypes, and B the balanced
