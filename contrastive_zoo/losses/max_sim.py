@@ -101,23 +101,22 @@ def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
 class MaxSim(LateInteractionLoss):
     r"""Compute InfoNCE of queries against documents, scored token by token.
 
-    With q, d the unit tokens of queries and documents of all ranks, valid ones only,
+    With q, d the valid unit tokens of all ranks,
 
         S_ij = Σ_a max_b q_ia·d_jb
         loss = mean_i [ log Σ_{j∈D} exp(S_ij / t)  −  S_ii / t ]
 
-    where D are all documents and all negatives. With ``top_k=k`` S_ij are XTR's scores: only those of D's tokens count that
-    are the k most similar to q_ia, or equally similar, and S_ij is the mean over the a for which one of document j's does,
-    0 for none. Otherwise this is PyLate's ``Contrastive(temperature=t)`` on one process where all tokens are valid; there
-    padding counts as a similarity of 0. Of equal tokens of a document the first gets the gradient.
+    where D are documents and negatives. With ``top_k=k``, as in XTR, of D's tokens the k most similar to q_ia count, or
+    equally similar ones, and S_ij is the mean over the a for which one of document j's does, 0 for none. Without it equal
+    to PyLate's ``Contrastive(temperature=t)`` if all tokens are valid. Of equal tokens the first gets the gradient.
 
     Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``:
 
     - queries, documents: [n, a, d] and [n, b, d] tokens; document i belongs to query i. n, a and b may differ between ranks.
-    - negatives: [m, c, d] tokens of hard negatives, candidates of every query of every rank; m and c may differ between
-      ranks. If one rank passes them, all must: a rank without any passes [0, 1, d].
+    - negatives: [m, c, d] tokens of hard negatives of all queries; m and c may differ between ranks. If one rank passes
+      them, all must: a rank without any passes [0, 1, d].
     - query_mask, document_mask, negative_mask: [n, a], [n, b] and [m, c], which tokens are valid (not 0), one or more of
-      each query, document and negative. None is all of them.
+      each text. None is all of them.
 
     Args:
         temperature: t, 1 in PyLate, 0.02 with ``"mean"`` in colpali-engine.
@@ -128,7 +127,7 @@ class MaxSim(LateInteractionLoss):
         check_finite: refuse NaN and infinite embeddings.
 
     Examples:
-        >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each
+        >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)
         >>> MaxSim()(tokens, tokens, torch.tensor([[1, 0, 0], [1, 1, 1]]))   # mean of log(1 + e⁻¹) and log(1 + e⁻³)
         tensor(0.1809)
 
@@ -275,9 +274,9 @@ class M3(LateInteractionLoss):
         scores = batch.scale(settings.temperature) * torch.stack([*products, multiple])
         combined = _sum_of(scores, settings.lexical_weight)
         log_shares = torch.cat([scores, combined[None]]).log_softmax(2)
-        own = -log_shares[:, :, batch.samples.local].diagonal(dim1=1, dim2=2)
+        of_pairs = -log_shares[:, :, batch.samples.local].diagonal(dim1=1, dim2=2)
         distilled = -(log_shares[3].detach().exp() * log_shares[:3]).sum(2)
-        contrastive = (_sum_of(own[:3], settings.lexical_loss_weight) + own[3]) / 4
+        contrastive = (_sum_of(of_pairs[:3], settings.lexical_loss_weight) + of_pairs[3]) / 4
         self_taught = _sum_of(distilled, settings.lexical_loss_weight) / 3
         losses = (1 - settings.distillation) * contrastive + settings.distillation * self_taught
         return batch.reduce(losses, reduction=self.reduction)
