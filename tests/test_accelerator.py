@@ -174,6 +174,7 @@ READS = {
     "SmoothAP": "the number of positives of an anchor",
     "Angular": "the number of positives of an anchor",
     "MaxSim": "the numbers of tokens",
+    "M3": "the numbers of tokens",
     "CosFace, those of the labels": "the number of classes of a batch, which may be more than a share of all",
     "IBOT": "which patches are masked, as its row of the table selects them",
     "PaCo, keys": "which samples have a key, as its row of the table selects them",

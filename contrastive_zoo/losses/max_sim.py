@@ -85,7 +85,7 @@ _TOP_K = Bounds("top_k is an integer, 1 or more", low=1, whole=True)
 
 
 _CONSTANT = Bounds(low=0, constant=True)
-_PRODUCTS = ("queries", "documents"), ("query_weights", "document_weights")
+_PRODUCTS = ("query_embeddings", "document_embeddings"), ("query_weights", "document_weights")
 
 
 def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
@@ -206,12 +206,12 @@ class M3(LateInteractionLoss):
 
     The targets softmax(s⁰) carry no gradient. Each rank holds the scores of its own queries.
 
-    Called as ``loss(queries, documents, query_weights, document_weights, query_tokens, document_tokens, query_mask,
+    Called as ``loss(queries, documents, query_embeddings, document_embeddings, query_weights, document_weights, query_mask,
     document_mask)``:
 
-    - queries, documents: [n, d]; document i belongs to query i. n may differ between ranks.
+    - queries, documents, and masks: tokens, [n, a, e] and [n, b, e], as of MaxSim. n may differ between ranks.
+    - query_embeddings, document_embeddings: [n, d].
     - query_weights, document_weights: [n, v], a number for each word of the vocabulary, 0 for most.
-    - query_tokens, document_tokens, and masks: [n, a, e], [n, b, e], as of MaxSim.
 
     Args:
         temperature: t > 0, a constant.
@@ -226,7 +226,7 @@ class M3(LateInteractionLoss):
     Examples:
         >>> x = torch.eye(2)
         >>> loss = M3(temperature=1.0, distillation=0.0)
-        >>> loss(x, x, x, x, x[:, None], x[:, None])   # ¼ (2.1 log(1 + e⁻¹) + log(1 + exp(−2.3)))
+        >>> loss(x[:, None], x[:, None], x, x, x, x)   # ¼ (2.1 log(1 + e⁻¹) + log(1 + exp(−2.3)))
         tensor(0.1883)
 
     Source: Chen et al. 2024, eqs. 4-8, https://arxiv.org/abs/2402.03216
@@ -239,24 +239,20 @@ class M3(LateInteractionLoss):
     token_reduction: TokenReduction = "mean"
 
     @staticmethod
-    def inputs(  # type: ignore[override]  # embeddings and weights, too
-        queries: Float[Tensor, "n d"],
-        documents: Float[Tensor, "n d"],
+    def inputs(  # type: ignore[override]  # more than tokens
+        queries: Float[Tensor, "n a e"],
+        documents: Float[Tensor, "n b e"],
+        query_embeddings: Float[Tensor, "n d"],
+        document_embeddings: Float[Tensor, "n d"],
         query_weights: Float[Tensor, "n v"],
         document_weights: Float[Tensor, "n v"],
-        query_tokens: Float[Tensor, "n a e"],
-        document_tokens: Float[Tensor, "n b e"],
         query_mask: Bool[Tensor, "n a"] | Int[Tensor, "n a"] | None = None,
         document_mask: Bool[Tensor, "n b"] | Int[Tensor, "n b"] | None = None,
     ) -> Inputs:
-        tokens = LateInteractionLoss.inputs(query_tokens, document_tokens, query_mask, document_mask)
-        rows, host = (
-            {x.replace("queries", "query_tokens").replace("documents", "document_tokens"): y for x, y in of.items()}
-            for of in (tokens.rows, tokens.host)
-        )
-        texts = {"queries": queries, "documents": documents}
-        texts |= {"query_weights": query_weights, "document_weights": document_weights}
-        return replace(tokens, rows={**rows, **texts}, host=host)
+        tokens = LateInteractionLoss.inputs(queries, documents, query_mask, document_mask)
+        embeddings = {"query_embeddings": query_embeddings, "document_embeddings": document_embeddings}
+        weights = {"query_weights": query_weights, "document_weights": document_weights}
+        return replace(tokens, rows={**tokens.rows, **embeddings, **weights})
 
     def ring_problem(self) -> str:
         return "the softmax of the sum of its scores is the target of each"
@@ -268,7 +264,7 @@ class M3(LateInteractionLoss):
         settings, multiple = batch.settings, self.scores(batch)[0]
         products = []
         for names in _PRODUCTS:
-            unit = self.normalize and names == ("queries", "documents")
+            unit = self.normalize and names == _PRODUCTS[0]
             x, y = (batch.prepared(batch.rows[name], normalize=unit) for name in names)
             products.append(matmul(x, batch.gather_with_gradient(y, "partial").T))
         scores = batch.scale(settings.temperature) * torch.stack([*products, multiple])

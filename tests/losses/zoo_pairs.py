@@ -152,13 +152,14 @@ def tokens_of(q: Tensor, d: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
 
 
 def three_kinds(q: Tensor, d: Tensor) -> tuple[Tensor, ...]:
-    return q, d, q.relu(), d.flip(1).relu(), *tokens_of(q.roll(1, 1), d)
+    queries, documents, *masks = tokens_of(q.roll(1, 1), d)
+    return queries, documents, q, d, q.relu(), d.flip(1).relu(), *masks
 
 
-def dense_m3(
-    q: Tensor, d: Tensor, x: Tensor, y: Tensor, *tokens: Tensor, temperature: Any, distillation: float = 0.5
-) -> Tensor:
-    s1, s2, s3 = (s / temperature for s in (unit(q) @ unit(d).T, x @ y.T, dense_scores(*tokens, "mean")))
+def dense_m3(*rows: Tensor, temperature: Any, distillation: float = 0.5) -> Tensor:
+    queries, documents, q, d, x, y, *masks = rows
+    scores = unit(q) @ unit(d).T, x @ y.T, dense_scores(queries, documents, *masks, "mean")
+    s1, s2, s3 = (s / temperature for s in scores)
     total = s1 + 0.3 * s2 + s3
     own = [F.cross_entropy(s, torch.arange(len(q))) for s in (s1, s2, s3, total)]
     taught = [F.cross_entropy(s, total.detach().softmax(1)) for s in (s1, s2, s3)]
