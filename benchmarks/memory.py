@@ -34,7 +34,7 @@ def arguments(entry: Entry, rows: int, width: int) -> list[Tensor]:
     n = rows // sum(counts.get(kind, 0) for name, kind in entry.kinds.items() if name not in fixed)
     shapes = {"rows": (n, width), "negatives": (n, width), "several": (n, several, width)}
     others = {
-        "labels": torch.arange(n) % CLASSES,
+        "labels": torch.arange(n) % (width if "logits" in entry.kinds else CLASSES),
         "hierarchy": torch.stack([torch.arange(n) % k for k in (CLASSES // 4, CLASSES)], 1),
         "binary": torch.arange(n) % 2,
         "counts": torch.ones(n, dtype=torch.int64),

@@ -24,14 +24,21 @@ pytestmark = pytest.mark.figures
 
 N, D = 8, 6
 
-UNDEFINED = {"SignalToNoise": ("subnormal rows",), "AlignUniform": ("subnormal rows", "every second row is zero")}
-"""Situations in which a formula divides 0 by 0, or is one of embeddings of length 1: a zero has no place on the sphere."""
+UNDEFINED = {
+    "SignalToNoise": ("subnormal rows",), "AlignUniform": ("subnormal rows", "every second row is zero"),
+    "MSN": ("subnormal rows",), "MSN, Sinkhorn": ("subnormal rows",),
+}  # fmt: skip
+"""Situations in which a formula divides 0 by 0, or is one of embeddings of length 1: a zero has no place on the sphere.
+MSN's gradient is then a difference of equal numbers, divided by the smallest norm."""
 
 GOAL = {torch.float64: 1e-10, torch.float32: 2e-5}
 """What is allowed besides 8 times the effect of embeddings off in their last bit, and twice the formula's own error."""
 
-EXCEPTIONS = {"TupletMargin": 1e-7, "NTXent, three views": 1e-4}
-"""More is allowed: an arc cosine has a pole at 1; a solved loss of several positives is a difference of equal numbers."""
+EXCEPTIONS = {
+    "NTXent, three views": 1e-4, "SupCon, views": 1e-5, "CyclicConsistency": 1e-4, "CyclicConsistency, one of two": 1e-4,
+}  # fmt: skip
+"""More is allowed in float32: a solved loss of several positives is a difference of equal numbers, and so are the moments
+of one sample."""
 
 
 def ordinary(entry: Entry, n: int = N, d: int = D) -> list[Tensor]:
@@ -154,7 +161,7 @@ def problem(entry: Entry, situation: Situation, dtype: torch.dtype) -> str | Non
         return None
     if isinstance(found, str) or not found.finite:
         return str(found)
-    allowed = EXCEPTIONS.get(entry.name, 0.0) + GOAL[dtype]
+    allowed = GOAL[dtype] + (EXCEPTIONS.get(entry.name, 0.0) if dtype == torch.float32 else 0.0)
     others = (8, formula(entry, nudged(rows, dtype), temperature)), (2, formula(entry, rows, temperature, dtype))
     allowed += sum(factor * deviation(x, exact, rows, temperature) for factor, x in others if x is not None)
     error = deviation(found, exact, rows, temperature)

@@ -18,7 +18,6 @@ from contrastive_zoo.engine.implementation import (
     is_dense,
 )
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
-from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import arguments_problem
 from contrastive_zoo.ranks import devices
@@ -321,9 +320,8 @@ class Loss(Settings, nn.Module):
 
     @property
     def has_one_operator(self) -> bool:
-        """Whether one operator computes a small batch of two tensors of embeddings: of unit ones, reduced, not smoothed."""
-        is_unit = bool(self.__dict__.get("normalize"))
-        return is_unit and self.is_reduced and not smooths(getattr(self, "label_smoothing", 0.0))
+        """Whether one operator computes a small batch of two tensors of embeddings: of unit ones, reduced."""
+        return bool(self.__dict__.get("normalize")) and self.is_reduced
 
     def split_reason(self) -> str | None:
         """Return why no rank can compute the loss of all ranks' embeddings, in words, or None."""

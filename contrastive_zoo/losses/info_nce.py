@@ -78,7 +78,7 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
             no_kernel = "computes InfoNCE with in_batch_negatives=True only"
         elif negatives is not None and (self.symmetric or negatives.ndim != 2):
             no_kernel = "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
-        one_operator = negatives is None and self.has_one_operator
+        one_operator = negatives is None and self.has_one_operator and not smooths(self.label_smoothing)
         needs = super().needs(inputs)
         return needs._replace(
             anchors=(queries,), candidates=(*candidates,), no_kernel=no_kernel, one_operator=one_operator
@@ -141,6 +141,10 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
 
     temperature: Temperature = field(factory=LearnableTemperature)
     label_smoothing: Smoothing = 0.0
+
+    def needs(self, inputs: Inputs) -> Needs:
+        needs = super().needs(inputs)
+        return needs._replace(one_operator=needs.one_operator and not smooths(self.label_smoothing))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [*super().entries(stated), *_sums(self.label_smoothing, 2, stated)]

@@ -11,7 +11,7 @@ from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, distances
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.precision import at_least_float32
+from contrastive_zoo.engine.precision import at_least_float32, sum_dtype
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import RowLoss
@@ -174,8 +174,10 @@ class RankNContrast(Loss, engine="rows"):
         logits = -dissimilarities(block.anchors, block.candidates, self.metric) / temperature
         # the anchor itself comes last, and no sum of another candidate contains it
         farthest_first, order = (-_label_distances(*block.companions[0])).masked_fill(~block.negative, 1).sort(1)
-        logits, ends = logits.gather(1, order), torch.searchsorted(farthest_first, farthest_first, right=True)
-        losses = logits.logcumsumexp(1).gather(1, ends - 1) - logits
+        # in float32 the gradient of logcumsumexp errs by the rounding of logits, which may be large
+        logits = logits.gather(1, order).to(sum_dtype(logits))
+        ends = torch.searchsorted(farthest_first, farthest_first, right=True)
+        losses = (logits.logcumsumexp(1).gather(1, ends - 1) - logits).to(block.anchors.dtype)
         others = block.negative.sum(1)
         return losses[:, :-1].sum(1) / others.clamp(min=1), others > 0
 

@@ -32,17 +32,24 @@ class _CentroidLoss(LabelledLoss, engine="rows"):
 
 
 class _Classes(NamedTuple):
-    sums: Float[Tensor, "n d"]  # for each local embedding, the sum of all ranks' embeddings of its class
+    sums: Float[
+        Tensor, "n d"
+    ]  # for each local embedding, the sum of all ranks' embeddings of its class, but for its last one if so asked
+    sizes: Int[Tensor, "n 1"]  # for each local embedding, the size of its class
     counts: Int[Tensor, " N"]  # for each embedding of all ranks, the size of its class
     is_last: Bool[Tensor, " N"]  # whether an embedding is the last one of its class
 
     @classmethod
-    def of(cls, batch: Batch, z: Float[Tensor, "n d"]) -> "_Classes":
+    def of(cls, batch: Batch, z: Float[Tensor, "n d"], *, with_last: bool = True) -> "_Classes":
         classes, counts = class_numbers(batch.gather_detached(batch.rows["labels"].long()))
-        local, index = classes[batch.samples.local], torch.arange(len(classes), device=z.device)
-        sums = batch.sum(z.new_zeros(len(counts), z.shape[1]).index_add(0, local, z), gradient="partial")
+        local, index = batch.samples.local, torch.arange(len(classes), device=z.device)
         last = torch.zeros_like(counts).scatter_reduce(0, classes, index, "amax")
-        return cls(sums[local], counts[classes], last[classes] == index)
+        is_last = last[classes] == index
+        added = z if with_last else z.where(~is_last[local, None], 0)
+        by_class = z.new_zeros(len(counts), z.shape[1]).index_add(0, classes[local], added)
+        sums = batch.sum(by_class, gradient="partial")[classes[local]]
+        counts = counts[classes]
+        return cls(sums, counts[local, None], counts, is_last)
 
 
 class GE2E(_CentroidLoss):
@@ -75,14 +82,16 @@ class GE2E(_CentroidLoss):
     def compute(self, batch: Batch) -> Tensor:
         z, shards = batch.prepared(batch.rows["embeddings"], normalize=True), batch.samples
         ids = batch.rows["labels"].long()
-        sums, counts, is_last = _Classes.of(batch, z)
-        of_class, counts = is_last[shards.local].nonzero().flatten(), counts[shards.local]
+        classes = _Classes.of(batch, z)
+        of_class, counts = classes.is_last[shards.local].nonzero().flatten(), classes.counts[shards.local]
+        centroids = unit_rows((classes.sums / classes.sizes)[of_class])
+        mates = unit_rows((classes.sums - z) / (classes.sizes - 1).clamp(min=1))
         others = reduce_rows(
             batch, BlockLoss(_of_other_classes, temperature=batch.settings.temperature), z, ids,
-            candidates=unit_rows(sums[of_class]), candidate_ids=ids[of_class], candidate_shards=shards.selected(is_last),
+            candidates=centroids, candidate_ids=ids[of_class], candidate_shards=shards.selected(classes.is_last),
             reduction="none",
         )  # fmt: skip
-        positive = batch.scale(batch.settings.temperature) * (z * unit_rows(sums - z)).sum(1)
+        positive = batch.scale(batch.settings.temperature) * (z * mates).sum(1)
         losses = cross_entropy(positive, others.masked_fill(counts == batch.total, -torch.inf))
         return batch.reduce(losses.to(z.dtype), counts > 1, reduction=self.reduction)
 
@@ -118,9 +127,9 @@ class AngularPrototypical(_CentroidLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.prepared(batch.rows["embeddings"], normalize=True)
-        sums, counts, is_last = _Classes.of(batch, z)
-        queries = is_last & (counts > 1)
+        classes = _Classes.of(batch, z, with_last=False)
+        queries = classes.is_last & (classes.counts > 1)
         return between_classes(
-            batch, z, unit_rows(sums - z), (queries, queries),
+            batch, z, unit_rows(classes.sums / (classes.sizes - 1).clamp(min=1)), (queries, queries),
             temperature=batch.settings.temperature, reduction=self.reduction,
         )  # fmt: skip

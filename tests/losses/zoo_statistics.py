@@ -218,7 +218,7 @@ def dense_visreg(*views: Tensor) -> Tensor:
 
 def dense_rdmreg(a: Tensor, b: Tensor, p: float = 1.0) -> Tensor:
     directions, noise = first_numbers(a, 6 + len(a), WIDTH).split([6, len(a)])
-    size = stats.gennorm.isf(stats.norm.sf(noise.abs().numpy()), p) / stats.gennorm.std(p)
+    size = stats.gennorm.isf(stats.norm.sf(noise.abs().to(torch.float64).numpy()), p) / stats.gennorm.std(p)
     noise = noise.sign() * torch.from_numpy(size).to(noise)
     targets, loss = (noise - 0.25).relu(), 25 * F.mse_loss(a, b)
     for z in (a, b):
