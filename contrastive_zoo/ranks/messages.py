@@ -20,7 +20,7 @@ from contrastive_zoo.ranks.compat import pause, waiting_time
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
 
-STORE_TIMEOUT = 2.0  # seconds for one look into the store, whose host may be gone
+STORE_TIMEOUT = 10.0  # seconds for one look into the store: its host may be gone, or busy with other programs
 
 _PAUSE = 0.05  # seconds between two looks of a rank that has failed and goes on
 
