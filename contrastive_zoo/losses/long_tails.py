@@ -28,7 +28,7 @@ class BalSCL(AnchorLoss, ClassLoss, engine="rows"):
         loss_i = log Σ_j mean_{a∈A_j(i)} exp(z_i·a / t)  −  mean_{a∈A_{y_i}(i)} z_i·a / t
 
     A mean counts the samples of all ranks. Each class is in each batch by its prototype, so that every embedding has a
-    positive. Prototypes are parameters of the loss; the authors compute them from a classifier's weights by an MLP.
+    positive. Prototypes are parameters of the loss. The authors compute them from a classifier's weights by an MLP.
 
     Args:
         num_classes: the number of classes, C.

@@ -106,9 +106,9 @@ class MaxSim(LateInteractionLoss):
         S_ij = Σ_a max_b q_ia·d_jb
         loss = mean_i [ log Σ_{j∈D} exp(S_ij / t)  −  S_ii / t ]
 
-    where D are documents and negatives. With ``top_k=k``, as in XTR, of D's tokens the k most similar to q_ia count, or
-    equally similar ones, and S_ij is the mean over the a for which one of document j's does, 0 for none. Without it equal
-    to PyLate's ``Contrastive(temperature=t)`` if all tokens are valid. Of equal tokens the first gets the gradient.
+    where D are documents and negatives. With ``top_k=k``, as in XTR, only the k tokens of D most similar to q_ia count, and
+    equally similar ones. S_ij is the mean over the a for which document j has one; 0 for none. Without it equal to
+    PyLate's ``Contrastive(temperature=t)`` if all tokens are valid. Of equal tokens the first gets the gradient.
 
     Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``:
 

@@ -142,7 +142,7 @@ def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("other", [1, 0])
 @pytest.mark.parametrize("towards", [0, 1])
 def test_the_smallest_norm_that_is_divided_by(towards: float, other: float, where: str) -> None:
-    """The gradient of the norm is that of torch.nn.functional.normalize just below it, and just above."""
+    """Just below that norm and just above it, gradients are those of torch.nn.functional.normalize."""
     smallest = math.nextafter(MIN_NORM, towards)
     a, b = torch.diag(torch.tensor([smallest, other, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
     found, expected = a.clone().requires_grad_(), a.clone().requires_grad_()

@@ -90,7 +90,7 @@ def started(folder: Path, *arguments: str, **variables: str) -> "subprocess.Pope
 
 def processes_with(mark: str) -> list[int]:
     """Return the ids of the processes that have inherited a variable of the environment."""
-    running = psutil.process_iter(["environ"], ad_value={})  # of other users, and of those that have ended, it is empty
+    running = psutil.process_iter(["environ"], ad_value={})  # empty for other users' processes and for ended ones
     return [x.pid for x in running if x.info["environ"].get("AUDIT_MARK") == mark]
 
 
