@@ -316,7 +316,7 @@ def test_an_interrupted_job_ends_its_world(worlds, tmp_path):
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         worlds.run(2, job, timeout=math.inf)
-    assert not any(map(alive, before))
+    assert end_soon(before)  # a thread that has been joined may live on in the kernel for a moment
     assert worlds.run(2, total) == [2.0, 2.0]
 
 
