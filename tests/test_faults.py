@@ -1,6 +1,7 @@
 """A rank that raises, dies, stops, is late or runs out of batches: every other rank soon says what happened."""
 
 import math
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -71,6 +72,44 @@ def after_an_error_of_all_ranks() -> float:
 def test_an_error_that_all_ranks_raise_disturbs_no_later_call(worlds: Worlds) -> None:
     expected = sum(numbers(4, 3, seed=rank).square().sum().item() for rank in range(2))
     assert worlds.run(2, after_an_error_of_all_ranks) == pytest.approx([expected] * 2)
+
+
+class Busy:
+    """The store of ranks, which answers only after it was waited for three times."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.answers, self.pauses = store, threading.Event(), 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.answers.wait()
+        return bool(self.store.check(keys))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.store.get(key))
+
+    def pause(self, *_: Any) -> None:
+        self.pauses += 1
+        if self.pauses == 3:
+            self.answers.set()
+
+
+def after_an_error_with_a_busy_store() -> tuple[float, int]:
+    group, busy = dist.new_group(), Busy(dist.distributed_c10d._get_default_store())
+    assert error_message(lambda: cz.DistributedLoss(raises, process_group=group)(local_rows()), KeyError)
+    with (
+        patch.object(messages, "STORE_TIMEOUT", 0.01),
+        patch.object(messages, "pause", busy.pause),
+        patch.object(dist.distributed_c10d, "_get_default_store", lambda: busy),
+    ):
+        loss_fn = cz.DistributedLoss(lambda z: z.square().sum(), process_group=group)
+        return loss_fn(local_rows()).item(), busy.pauses
+
+
+def test_a_store_that_does_not_answer_yet_is_no_rank_out_of_step(worlds: Worlds) -> None:
+    expected = sum(numbers(4, 3, seed=rank).square().sum().item() for rank in range(2))
+    for value, pauses in worlds.run(2, after_an_error_with_a_busy_store):
+        assert value == pytest.approx(expected)
+        assert pauses >= 3
 
 
 def late_for_a_broadcast(mutant: bool) -> tuple[str | None, list[float]]:

@@ -20,7 +20,7 @@ from contrastive_zoo.ranks.compat import pause, waiting_time
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
 
-STORE_TIMEOUT = 10.0  # seconds for one look into the store: its host may be gone, or busy with other programs
+STORE_TIMEOUT = 10.0  # seconds that one look into the store is waited for: its host may be gone, or busy
 
 _PAUSE = 0.05  # seconds between two looks of a rank that has failed and goes on
 
@@ -130,7 +130,11 @@ def _settle(member: Member) -> None:
     waits_for = {rank for rank in range(member.size) if rank != member.rank}
     while waits_for:
         said = _in_store(lambda store: (_read(store, f"{key}/gone on"), _notes(store, member)))
-        if said is None or said[0] or time.monotonic() > until:
+        is_late = time.monotonic() > until
+        if said is None and not is_late and _is_silent(dist.distributed_c10d._get_default_store()):  # its host is busy
+            pause(member.process_group, _PAUSE)
+            continue
+        if said is None or said[0] or is_late:
             words = "" if said is None else said[1][member.rank][-1]
             raise lost(f"{_who(member)} failed in its last call, and not all ranks did. {words}".strip(), member)
         waits_for = {rank for rank in waits_for if said[1][rank][0] != str(status.failed_at)}
@@ -242,23 +246,30 @@ def _key(group: dist.ProcessGroup) -> str:
 
 
 def _in_store(function: Callable[[Any], Any]) -> Any:
-    """``function`` of the default group's store, in a thread: a store whose host is gone never answers. It is asked once."""
-    global _silent
+    """``function`` of the default group's store, in a thread: a store whose host is gone never answers.
+
+    None if it raised, or if the store does not answer in time. Nothing else is asked until it has answered.
+    """
+    global _asked
     result: list[Any] = []
 
     def run() -> None:
-        with suppress(Exception):  # no store, or none that answers: the error does without a note
+        with suppress(Exception):  # a store that is closed: the error does without a note
             result.append(function(store))
 
-    thread = threading.Thread(target=run, daemon=True, name="contrastive_zoo note")
     with suppress(Exception):  # there is no store; no thread starts while the interpreter ends
         store = dist.distributed_c10d._get_default_store()
-        if store is _silent:
-            return None
-        thread.start()
-        thread.join(STORE_TIMEOUT)
-        _silent = store if thread.is_alive() else _silent
+        if not _is_silent(store):
+            thread = threading.Thread(target=run, daemon=True, name="contrastive_zoo note")
+            thread.start()
+            _asked = store, thread
+            thread.join(STORE_TIMEOUT)
     return result[0] if result else None
 
 
-_silent: Any = None  # the store that has not answered
+def _is_silent(store: Any) -> bool:
+    """Whether this store has not answered the last question yet."""
+    return _asked is not None and _asked[0] is store and _asked[1].is_alive()
+
+
+_asked: tuple[Any, threading.Thread] | None = None  # the store of the last question, and its thread
