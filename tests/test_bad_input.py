@@ -191,6 +191,10 @@ ANYWHERE: list[tuple[Callable[[Wrap], Any], str]] = [
     (lambda w: w(memory(cz.BalSCL(5, 3)))(z(), last(5, 1) * y()), "labels are classes 0 … 4, got 5"),
     (lambda w: w(cz.PaCo())(z(), last(3, 1) * y(), z()), "labels are classes, columns of … [4, 3], got 0 … 3"),
     (lambda w: w(cz.PaCo())(z(), y(), z(), *[z()] * last(1, 0)), "keys have a label each: pass both or none"),
+    (
+        lambda w: w(cz.M3())(*[z()[:, None]] * 2, *[z()] * 4, **last({"negatives": z()[:, None]}, {})),
+        "belong together: pass all or none, got negatives.",
+    ),
     (lambda w: w(cz.HMLC(level_weights=[1, 1]))(z(), y()[:, None].repeat(1, last(3, 2))), "[n, 2] … got int64 [4, 3]"),
     (lambda w: w(cz.SupCon())(z(), last(2, 1) * torch.ones(4, 3).long()), "labels [n, C] are 1 … got 2 … 2"),
     (

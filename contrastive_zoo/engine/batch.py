@@ -155,9 +155,12 @@ class Batch:
         if isinstance(self.world, Session):
             self.world.findings.labels = labels
 
-    def gather_with_gradient(self, rows: Tensor, gradient: Gradient = "complete") -> Tensor:
+    def gather_with_gradient(
+        self, rows: Tensor, gradient: Gradient = "complete", shards: Shards | None = None
+    ) -> Tensor:
         """Return the embeddings of all ranks, from which all compute the same, or (``"partial"``) each computes its part."""
-        return all_gather(rows, gradient=gradient, shards=self.samples, process_group=self.world)
+        of_rows = self.samples if shards is None else shards
+        return all_gather(rows, gradient=gradient, shards=of_rows, process_group=self.world)
 
     def sum(self, x: Tensor, *, gradient: Gradient) -> Tensor:
         """Return the sum of ``x`` over ranks: ``"complete"`` if all of them compute the same from it, else ``"partial"``."""

@@ -85,7 +85,6 @@ _TOP_K = Bounds("top_k is an integer, 1 or more", low=1, whole=True)
 
 
 _CONSTANT = Bounds(low=0, constant=True)
-_PRODUCTS = ("query_embeddings", "document_embeddings"), ("query_weights", "document_weights")
 
 
 def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
@@ -204,14 +203,14 @@ class M3(LateInteractionLoss):
         L_k = cross_entropy(s^k, arange(N)),      L'_k = cross_entropy(s^k, softmax(s⁰))
         loss = (1 − δ) (L_1 + λ L_2 + L_3 + L_0) / 4  +  δ (L'_1 + λ L'_2 + L'_3) / 3
 
-    The targets softmax(s⁰) carry no gradient. Each rank holds the scores of its own queries.
+    The targets softmax(s⁰) carry no gradient. Hard negatives are further documents.
 
     Called as ``loss(queries, documents, query_embeddings, document_embeddings, query_weights, document_weights, query_mask,
-    document_mask)``:
+    document_mask, negatives, negative_embeddings, negative_weights, negative_mask)``:
 
-    - queries, documents, and masks: tokens, [n, a, e] and [n, b, e], as of MaxSim. n may differ between ranks.
-    - query_embeddings, document_embeddings: [n, d].
-    - query_weights, document_weights: [n, v], a number for each word of the vocabulary, 0 for most.
+    - queries, documents, negatives, and masks: tokens, [n, a, e], [n, b, e] and [m, c, e], as of MaxSim.
+    - query_embeddings, document_embeddings, negative_embeddings: [n, d], [n, d] and [m, d].
+    - query_weights, document_weights, negative_weights: [n, v], [n, v] and [m, v], a number for each word.
 
     Args:
         temperature: t > 0, a constant.
@@ -248,25 +247,41 @@ class M3(LateInteractionLoss):
         document_weights: Float[Tensor, "n v"],
         query_mask: Bool[Tensor, "n a"] | Int[Tensor, "n a"] | None = None,
         document_mask: Bool[Tensor, "n b"] | Int[Tensor, "n b"] | None = None,
+        negatives: Float[Tensor, "m c e"] | None = None,
+        negative_embeddings: Float[Tensor, "m d"] | None = None,
+        negative_weights: Float[Tensor, "m v"] | None = None,
+        negative_mask: Bool[Tensor, "m c"] | Int[Tensor, "m c"] | None = None,
     ) -> Inputs:
-        tokens = LateInteractionLoss.inputs(queries, documents, query_mask, document_mask)
-        embeddings = {"query_embeddings": query_embeddings, "document_embeddings": document_embeddings}
-        weights = {"query_weights": query_weights, "document_weights": document_weights}
-        return replace(tokens, rows={**tokens.rows, **embeddings, **weights})
+        tokens = LateInteractionLoss.inputs(queries, documents, query_mask, document_mask, negatives, negative_mask)
+        of_all = {
+            "query_embeddings": query_embeddings, "document_embeddings": document_embeddings,
+            "query_weights": query_weights, "document_weights": document_weights,
+        }  # fmt: skip
+        further = {"negative_embeddings": negative_embeddings, "negative_weights": negative_weights}
+        passed = [name for name, x in {"negatives": negatives, **further}.items() if x is not None]
+        if len(passed) in (1, 2):
+            words = "negatives, negative_embeddings and negative_weights"
+            return replace(tokens, problem=f"{words} belong together: pass all or none, got {', '.join(passed)}.")
+        return Inputs.of(
+            {**tokens.rows, **of_all, **further}, tokens.problem, compared=tokens.compared, host=tokens.host
+        )
 
     def ring_problem(self) -> str:
         return "the softmax of the sum of its scores is the target of each"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [*super().entries(stated), *(Products([x], [y]) for x, y in _PRODUCTS)]
+        products = [Products([x], [y]) for x, *others in _dot_products(stated.inputs.rows) for y in others]
+        return [*super().entries(stated), *products]
 
     def compute(self, batch: Batch) -> Tensor:
         settings, multiple = batch.settings, self.scores(batch)[0]
         products = []
-        for names in _PRODUCTS:
-            unit = self.normalize and names == _PRODUCTS[0]
-            x, y = (batch.prepared(batch.rows[name], normalize=unit) for name in names)
-            products.append(matmul(x, batch.gather_with_gradient(y, "partial").T))
+        for query, *others in _dot_products(batch.rows):
+            unit = self.normalize and query == "query_embeddings"
+            x, *local = (batch.prepared(batch.rows[name], normalize=unit) for name in (query, *others))
+            shards = (batch.shards[name] for name in others)
+            gathered = [batch.gather_with_gradient(y, "partial", of) for y, of in zip(local, shards, strict=True)]
+            products.append(matmul(x, torch.cat(gathered).T))
         scores = batch.scale(settings.temperature) * torch.stack([*products, multiple])
         combined = _sum_of(scores, settings.lexical_weight)
         log_shares = torch.cat([scores, combined[None]]).log_softmax(2)
@@ -281,3 +296,9 @@ class M3(LateInteractionLoss):
 def _sum_of(three: Float[Tensor, "k ..."], lexical: float) -> Float[Tensor, "..."]:
     dense, sparse, multiple = three
     return dense + lexical * sparse + multiple
+
+
+def _dot_products(rows: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of embeddings and of weights: of queries, documents and, if there are some, negatives."""
+    of = "query", "document", "negative"
+    return [[name for x in of if (name := f"{x}_{kind}") in rows] for kind in ("embeddings", "weights")]

@@ -151,14 +151,19 @@ def tokens_of(q: Tensor, d: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     return queries, documents, query_mask, document_mask, *(x for of_view in negatives for x in of_view)
 
 
-def three_kinds(q: Tensor, d: Tensor) -> tuple[Tensor, ...]:
-    queries, documents, *masks = tokens_of(q.roll(1, 1), d)
-    return queries, documents, q, d, q.relu(), d.flip(1).relu(), *masks
+def three_kinds(q: Tensor, d: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    queries, documents, *masks = tokens_of(q.roll(1, 1), d, *more)
+    rows = queries, documents, q, d, q.relu(), d.flip(1).relu(), *masks[:2]
+    return *rows, *(x for of in more for x in (masks[2], of, of.roll(1, 1).relu(), masks[3]))
 
 
 def dense_m3(*rows: Tensor, temperature: Any, distillation: float = 0.5) -> Tensor:
     queries, documents, q, d, x, y, *masks = rows
-    scores = unit(q) @ unit(d).T, x @ y.T, dense_scores(queries, documents, *masks, "mean")
+    scores = unit(q) @ unit(d).T, x @ y.T, dense_scores(queries, documents, *masks[:2], "mean")
+    if masks[2:]:
+        tokens, n, z, mask = masks[2:]
+        further = unit(q) @ unit(n).T, x @ z.T, dense_scores(queries, tokens, masks[0], mask, "mean")
+        scores = tuple(torch.cat(pair, 1) for pair in zip(scores, further, strict=True))
     s1, s2, s3 = (s / temperature for s in scores)
     total = s1 + 0.3 * s2 + s3
     own = [F.cross_entropy(s, torch.arange(len(q))) for s in (s1, s2, s3, total)]
@@ -173,7 +178,7 @@ TOKENS: list[Entry] = [
     row("MaxSim, XTR", dense_max_sim, "views", tokens_of, top_k=3),
     row("MaxSim, XTR and negatives", dense_max_sim, "views", tokens_of, 3, top_k=2),
     row("M3", dense_m3, "views", three_kinds),
-    row("M3, mostly distilled", dense_m3, "views", three_kinds, distillation=0.8),
+    row("M3, negatives", dense_m3, "views", three_kinds, 3, distillation=0.8),
     row("MaxSimPairwise", dense_pairwise, "views", tokens_of),
     row("MaxSimPairwise, negatives", dense_pairwise, "views", tokens_of, 3),
 ]
