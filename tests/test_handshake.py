@@ -1,8 +1,10 @@
 """The exchange that opens a step: what follows its header, and what it ends in."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from contrastive_zoo.ranks.fingerprint import (
     norm_and_sketch,
 )
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import error_message, numbers
@@ -138,6 +141,32 @@ def test_a_difference_is_one_error_on_every_rank(worlds: Worlds) -> None:
     for (*_, words), (text, after) in zip(BRINGS, one, strict=True):
         assert (text is None) if words is None else (words in str(text))
         assert after == (3, 3)
+
+
+NUMBERED = r"which is wrapper number (\d) of this process; .* which is wrapper number (?!\1)\d of this process"
+BACKWARD = "rank 0 is in the backward pass of NTXent, .* rank 1 is in the backward pass of NTX"
+SWAPPED = {"first calls": NUMBERED, "later calls": NUMBERED, "backward passes": BACKWARD}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_two_wrappers_in_another_order_on_one_rank_are_named(what: str, worlds: Worlds) -> None:
+    def job() -> str | None:
+        group, order = dist.new_group(), slice(None, None, -1 if dist.get_rank() else 1)  # the group is lost
+        with patch("contrastive_zoo.wrapper.call_history._made", 0):
+            wrappers = [cz.DistributedLoss(cz.NTXent(), process_group=group) for _ in range(2)]
+        rows = [numbers(4, 3, seed=seed + dist.get_rank()).requires_grad_() for seed in (0, 9)]
+
+        def swapped() -> None:
+            values = [] if what == "first calls" else [call(*rows) for call in wrappers]
+            for x in (values if what == "backward passes" else wrappers)[order]:
+                x.backward() if what == "backward passes" else x(*rows)
+
+        with splitting(always=True):
+            return error_message(swapped, cz.CommunicationError)
+
+    first, second = worlds.run(2, job)
+    assert first == second
+    assert re.search(SWAPPED[what], str(first)), first
 
 
 F32 = torch.finfo(torch.float32).eps

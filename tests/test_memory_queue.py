@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +20,7 @@ from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, local_shard, numbers
-from tests.random_steps.losses import LOSSES, MEMORIES, moco, pml
+from tests.random_steps.losses import LOSSES, MEMORIES, moco
 
 D = 3
 
@@ -120,11 +121,8 @@ def value_and_gradient(loss: Callable[..., Tensor], rows: Tensor, *args: Any, **
 @pytest.mark.parametrize(("name", "kept", "miner", "make"), PEERS, ids=lambda x: x if isinstance(x, str) else "")
 def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -> None:
     """All embeddings enter in one step, some in the next."""
-    from pytorch_metric_learning import miners
-    from pytorch_metric_learning.losses import CrossBatchMemory as Theirs
-
-    inner, mined = pml(name, **kept), getattr(miners, miner)() if miner else None
-    theirs = Theirs(inner, embedding_size=D, memory_size=13, miner=mined)
+    inner, mined = getattr(losses, name)(**kept), getattr(miners, miner)() if miner else None
+    theirs = losses.CrossBatchMemory(inner, embedding_size=D, memory_size=13, miner=mined)
     ours = cz.CrossBatchMemory(inner if make is None else make(), 13, D, miner=mined, dtype=torch.float64)
     for step, n in enumerate([5, 4, 6, 3, 7]):
         rows, labels = numbers(n, D, seed=step), numbers(n, seed=step, dtype=torch.int64)
@@ -170,7 +168,7 @@ def test_nothing_enters_in_eval_mode() -> None:
 
 def test_two_forward_passes_before_a_backward_pass() -> None:
     """Slots are overwritten while an earlier graph still needs what was in them."""
-    for inner in (cz.InfoNCE(normalize=False), cz.SupCon(normalize=False), pml("ContrastiveLoss")):
+    for inner in (cz.InfoNCE(normalize=False), cz.SupCon(normalize=False), losses.ContrastiveLoss()):
         rows = [numbers(3, D, seed=seed).requires_grad_() for seed in range(4)]
         other = [x.detach() if isinstance(inner, cz.InfoNCE) else torch.arange(3) % 2 for x in rows]
         loss, again = (cz.CrossBatchMemory(inner, 4, D, dtype=torch.float64) for _ in range(2))

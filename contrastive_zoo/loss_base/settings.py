@@ -325,7 +325,7 @@ class Check(NamedTuple):
 
     def holds(self, x: object) -> bool:
         """Return whether x is a right float, or a tensor that holds one: the usual case of a number, in little time."""
-        if type(x) is Tensor and x.ndim == 0 and x.is_cpu and x.dtype in _WIDE:
+        if type(x) is Tensor and x.ndim == 0 and x.layout is torch.strided and x.is_cpu and x.dtype in _WIDE:
             x = x.item()
         return type(x) is float and self.least <= x <= self.most
 

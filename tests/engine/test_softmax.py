@@ -47,7 +47,7 @@ def by_backend(shards: Shards, world: World) -> bool:
     return len(set(shards.sizes)) == 1
 
 
-SCATTERS = {f"contrastive_zoo.{module}:scatters_sums": by_backend for module in ("ranks.transport", "engine.exchange")}
+SCATTERS = {f"{module}.scatters_sums": by_backend for module in ("ranks.transport", "engine.exchange")}
 
 
 @pytest.mark.parametrize(

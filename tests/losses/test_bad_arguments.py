@@ -249,6 +249,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
         for at in ((5, 2), (2, 2), (-1, 2), (0, 0), (0.0, 1), (True, 2))
     ),
     (lambda: cz.MemoryQueue(3, 3).enqueue(Z * torch.nan), "leave these rows out: rows[rows.isfinite"),
+    (lambda: cz.NTXent(temperature=torch.tensor(0.1).to_sparse()), "temperature must be a dense tensor, got sparse"),
     (lambda: cz.Monitor(cz.NTXent()), "a DistributedLoss is monitored, got NTXent"),
     (lambda: cz.Monitor(cz.DistributedLoss(cz.NTXent()), every=0), "at least 1, got 0"),
     (lambda: [cz.Monitor(x) for x in [cz.DistributedLoss(cz.NTXent())] * 2], "has a monitor already"),

@@ -72,7 +72,7 @@ def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
 def test_a_ring_of_ranks_that_read_their_lengths_before(name: str, worlds: Worlds) -> None:
     """With what is computed on accelerators: the simulated device has no ring."""
     steps = [("step", {"batches": [sizes]}) for sizes in ((3, 5), (0, 2))]
-    worlds.run(2, play, name, {"contrastive_zoo.ranks.devices:on_cpu": lambda x: False}, [
+    worlds.run(2, play, name, {"ranks.devices.on_cpu": lambda x: False}, [
         ("set_option", {"ring": True}), *steps
     ])  # fmt: skip
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from tests.random_steps.user_code import Hides, HidesInCompute, OfAGenerator, of_a_generator, times
+from tests.random_steps.losses import Hides, HidesInCompute, OfAGenerator, times
 
 Put = Callable[[Any], Any]
 Rows = Callable[[list[Tensor]], list[Tensor]]
@@ -29,15 +29,12 @@ class Change(NamedTuple):
     right: bool = True  # whether steps are right if all ranks make it; otherwise they may refuse
 
 
-def changes_of(wrapper: cz.DistributedLoss) -> list[list[Change]]:
-    """Return all changes of one rank, in groups."""
+def changes_of(wrapper: cz.DistributedLoss) -> list[Change]:
+    """Return all changes of one rank."""
     loss = wrapper.loss
-    groups = [_of_rows(loss), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss)]
-    if isinstance(loss, nn.Module):
-        groups += [_of_module(path or "the loss", module) for path, module in loss.named_modules()]
-    else:
-        groups.append(_of_function(loss))
-    return [*filter(None, map(list, groups))]
+    modules = loss.named_modules() if isinstance(loss, nn.Module) else ()
+    members = [_of_module(path or "the loss", x) for path, x in modules] or [_of_function(loss)]
+    return [*chain(_of_rows(loss), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss), *members)]
 
 
 def of_user_code(loss: Any) -> Iterator[Change]:
@@ -45,11 +42,16 @@ def of_user_code(loss: Any) -> Iterator[Change]:
     if isinstance(loss, Hides):
         hide = partial(loss.hidden.__setitem__, "a closure")
         yield Change("a number in a closure", _put(hide, times(1.1), times(1.0)), hidden=True)
-        for kind, noise in (("hidden", of_a_generator()), ("held", OfAGenerator())):
-            yield Change(f"noise of a {kind} generator", _attribute(loss, "noise", noise), hidden=True, right=False)
+        held, hidden = OfAGenerator(), OfAGenerator()
+        for kind, noise in (("hidden", lambda x: hidden(x)), ("held", held)):
+            yield Change(
+                f"noise of a {kind} generator", partial(patch.object, loss, "noise", noise), hidden=True, right=False
+            )
     if isinstance(loss, HidesInCompute):  # rows draw from streams that ranks synchronise
-        yield Change("noise of torch.rand", _attribute(loss, "noise", torch.rand_like), hidden=True, right=False)
-        yield Change("an unshared parameter", _attribute(loss, "shares", "no"), hidden=True, right=False)
+        yield Change(
+            "noise of torch.rand", partial(patch.object, loss, "noise", torch.rand_like), hidden=True, right=False
+        )
+        yield Change("an unshared parameter", partial(patch.object, loss, "shares", "no"), hidden=True, right=False)
 
 
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -65,14 +67,12 @@ LABELS: dict[str, Callable[[Tensor], Tensor]] = {"short labels": Tensor.int, "la
 
 
 def _of_rows(loss: Any) -> Iterator[Change]:
+    def changed(of_floats: bool, change: Put, rows: list[Tensor]) -> list[Tensor]:
+        return [change(x) if x.is_floating_point() == of_floats else x for x in rows]
+
     for what, change in (ROWS | LABELS).items():
-        of_floats = what in ROWS
-
-        def changed(rows: list[Tensor], change: Put = change, of_floats: bool = of_floats) -> list[Tensor]:
-            return [change(x) if x.is_floating_point() == of_floats else x for x in rows]
-
         if what != "wider rows" or not getattr(loss, "takes_any_width", False):
-            yield Change(what, of_rows=changed)
+            yield Change(what, of_rows=partial(changed, what in ROWS, change))
     yield Change("an argument less", of_rows=lambda rows: rows[:-1])
 
 
@@ -82,20 +82,14 @@ def _of_surroundings() -> Iterator[Change]:
     yield Change("inference mode", torch.inference_mode)
     yield Change("plain formulas", cz.engine.plain_formulas)
     yield Change("a default dtype", _put(torch.set_default_dtype, torch.float64, torch.float32))
-    yield Change("random states", _other_random_states)
-
-
-@contextmanager
-def _other_random_states() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(99)
-        yield
+    other = torch.Generator().manual_seed(99).get_state()
+    yield Change("random states", _put(torch.set_rng_state, other, torch.get_rng_state()))
 
 
 def _of_wrapper(wrapper: cz.DistributedLoss) -> Iterator[Change]:
     other = {"grad_reduction": "sum" if wrapper.grad_reduction == "mean" else "mean", "ring": not wrapper.ring}
     for option, value in {**other, "check_finite": False, "check_equal": False, "check_distinct": False}.items():
-        yield Change(f"{option}={value}", _attribute(wrapper, option, value))
+        yield Change(f"{option}={value}", _put(partial(setattr, wrapper, option), value, getattr(wrapper, option)))
     yield Change("evaluation", _put(wrapper.train, False, True))
 
 
@@ -104,16 +98,15 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
     for name, x in [*module._parameters.items(), *module._buffers.items()]:
         if x is not None and not is_shard:
             yield from _of_value(f"{path}.{name}", x)
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield Change(f"{path}.{name} is frozen", _put(parameter.requires_grad_, False, True))
-            other = nn.Parameter(parameter.detach().to(torch.bfloat16))
-            yield Change(f"{path}.{name} in bfloat16", _attribute(module, name, other))
+        if isinstance(x, nn.Parameter):
+            yield Change(f"{path}.{name} is frozen", _put(x.requires_grad_, False, True))
+            other = nn.Parameter(x.detach().to(torch.bfloat16))
+            yield Change(f"{path}.{name} in bfloat16", _put(partial(setattr, module, name), other, x))
     for name, value in vars(module).items():
         if name not in vars(nn.Module()):
             yield from _of_value(f"{path}.{name}", value, partial(setattr, module, name))
     yield Change(f"{path} in evaluation", _put(module.train, False, True))
-    yield Change(f"evaluation of {path} alone", _attribute(module, "training", False))
+    yield Change(f"evaluation of {path} alone", partial(patch.object, module, "training", False))
     # handles are context managers
     yield Change(f"a hook of {path}", lambda: module.register_forward_hook(lambda module, args, value: 2 * value))
     yield Change(f"a pre-hook of {path}", lambda: module.register_forward_pre_hook(lambda module, args: None))
@@ -126,18 +119,16 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
 
 def _of_function(function: Any) -> Iterator[Change]:
     if isinstance(function, partial):
-        held = {name: (x, partial(function.keywords.__setitem__, name)) for name, x in function.keywords.items()}
-    elif isinstance(function, FunctionType):
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        held = {name: (cell.cell_contents, partial(setattr, cell, "cell_contents")) for name, cell in cells}
+        found = [_of_value("its settings", function.keywords)]
     else:
-        held = {name: (x, partial(setattr, function, name)) for name, x in vars(function).items()}
-    for name, (value, put) in held.items():
-        yield from (change._replace(hidden=True) for change in _of_value(name, value, put))
+        cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+        found = [_of_value(name, x.cell_contents, partial(setattr, x, "cell_contents")) for name, x in cells]
+    for of in found:
+        yield from (change._replace(hidden=True) for change in of)
 
 
 def _of_value(name: str, value: Any, put: Put = lambda x: None) -> Iterator[Change]:
-    if isinstance(value, SimpleNamespace | Namespace):
+    if isinstance(value, SimpleNamespace):
         value = vars(value)
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
@@ -156,10 +147,6 @@ def _of_value(name: str, value: Any, put: Put = lambda x: None) -> Iterator[Chan
     elif isinstance(value, MutableMapping | MutableSequence):
         for key, x in [*value.items()] if isinstance(value, MutableMapping) else [*enumerate(value)]:
             yield from _of_value(f"{name}[{key!r}]", x, partial(value.__setitem__, key))
-
-
-def _attribute(of: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[None]]:
-    return _put(partial(setattr, of, name), value, getattr(of, name))
 
 
 def _put(put: Put, value: Any, before: Any) -> Callable[[], AbstractContextManager[None]]:

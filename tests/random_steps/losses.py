@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.loss import Loss as ZooLoss
 from contrastive_zoo.testing.measurement import Call
+from tests.helpers import later
 from tests.losses.whole_zoo import EVERY
-from tests.random_steps import user_code
 from tests.zoo import BatchHard, Entry
 
 D, CLASSES = 4, 5
@@ -39,7 +44,7 @@ class Loss:
     call: Call = "views"
     views: int = 2
     owners: bool = False  # whether it also takes indices of local queries, those that its negatives were mined for
-    wrapper: Callable[[], dict[str, Any]] = dict  # further arguments of DistributedLoss
+    miner: Callable[[], Any] = lambda: None  # of DistributedLoss
     remembers: bool = False  # whether it keeps a state from step to step
     sharded: bool = False  # whether each rank keeps its part of the class weights
     user_code: bool = False  # in 64 bits, and its copies are not the same
@@ -59,8 +64,9 @@ class Loss:
         return None
 
 
-def learnt() -> cz.LearnableTemperature:
-    return cz.LearnableTemperature(0.5)
+learnt = functools.partial(cz.LearnableTemperature, 0.5)
+miner = functools.partial(miners.TripletMarginMiner, margin=0.2, type_of_triplets="semihard")
+number = functools.partial(torch.tensor, dtype=torch.float64)
 
 
 def mnrl() -> nn.Module:
@@ -69,18 +75,6 @@ def mnrl() -> nn.Module:
 
 def arc_face(*, whole: bool = True) -> nn.Module:
     return cz.ArcFace(CLASSES, D, scale=4.0, shard_over=None if whole else cz.World.of())
-
-
-def pml(name: str, *args: Any, **settings: Any) -> nn.Module:
-    from pytorch_metric_learning import losses
-
-    return getattr(losses, name)(*args, **settings)
-
-
-def miner() -> Any:
-    from pytorch_metric_learning import miners
-
-    return miners.TripletMarginMiner(margin=0.2, type_of_triplets="semihard")
 
 
 def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
@@ -97,6 +91,157 @@ def memory(loss: Callable[[], Any], call: Call = "labels", size: int = 12, **mad
     return Loss(make, call, remembers=True)
 
 
+class Annealed(nn.Module):
+    """A temperature that counts its calls, in a buffer or in a plain attribute."""
+
+    def __init__(self, *, plain: bool = False) -> None:
+        super().__init__()
+        self.calls: Any = 0 if plain else nn.Buffer(number(0))
+
+    def forward(self) -> Any:
+        self.calls += 1
+        return 0.1 + 0.1 * self.calls
+
+
+class Held(cz.RowLoss):
+    """A row loss that computes with everything that an attribute can be, and knows its rank."""
+
+    def __post_init__(self) -> None:
+        self.table = {"b": 1.0, "a": [0.5, number(2)]}
+        self.array, self.options, self.scale = np.array([1.0, 2.0]), SimpleNamespace(power=2.0), number(1.5)
+        self._private, self.rank = 0.25, cz.World.of().rank
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        factor = self.table["b"] + self.table["a"][0] + self.table["a"][1] + float(self.array.sum())
+        factor = factor * self.options.power * self.scale + self._private
+        return factor * (similarity * negative).sum(1), negative.any(1)
+
+
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    """Hide a number from ranks that read attributes."""
+    return lambda x: factor * x
+
+
+class OfAGenerator:
+    """Return random numbers that ranks cannot synchronise: a copy of the loss holds the generator, too."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(self.generator.random(x.shape)).to(x.dtype)
+
+
+class Hides:
+    def __post_init__(self) -> None:
+        self.hidden, self.noise = {"a closure": times(1.0)}, torch.zeros_like
+
+    def changed(self, similarity: Tensor) -> Tensor:
+        similarity = self.hidden["a closure"](similarity)
+        return similarity + self.noise(similarity)
+
+
+class HidesInRows(Hides, cz.RowLoss):
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.changed(similarity) * negative).exp().sum(1).log(), negative.any(1)
+
+
+class HidesInCompute(Hides, ZooLoss):
+    """Its parameter meets embeddings in the mean over samples, where ``batch.shared`` makes its gradient whole."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.weight = nn.Parameter(number([1.0, 2.0]))
+        self.shares: Literal["yes", "no"] = "yes"
+
+    def inputs(this, embeddings: Tensor, labels: Tensor) -> Inputs:  # noqa: N805 - an object has any name
+        return Inputs.of({"embeddings": embeddings, "labels": labels})
+
+    def compute(self, batch: Batch) -> Tensor:
+        weight = batch.shared(self.weight) if self.shares == "yes" else self.weight
+        z = batch.rows["embeddings"]
+        similarity = self.changed(z @ batch.gather_detached(z).detach().T)
+        return batch.reduce(similarity.tanh().sum(1) + weight.sum() * z.square().sum(1))
+
+
+class ScaleAfter(HidesInCompute):
+    def compute(self, batch: Batch) -> Tensor:
+        return (self.weight * batch.reduce(batch.rows["embeddings"].square().sum(1))).sum()
+
+
+class OwnForward(cz.SupCon):
+    """A subclass that computes the loss twice, also of other embeddings, and counts its calls."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.calls = nn.Buffer(number(0))
+
+    def forward(self, z: Any, labels: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return self.calls * super().forward(z - z.mean(0), labels) + super().forward(z, labels)
+
+
+class OwnCall(OwnForward):
+    forward = cz.SupCon.forward
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        self.calls += 1
+        return self.calls * super().__call__(*args, **named)
+
+
+class Bank(nn.Module):
+    """As lightly's losses: its memory is empty, and the pointer left to chance, until a first forward pass, or always."""
+
+    def __init__(self, *, fills: bool = True) -> None:
+        super().__init__()
+        self.bank, self.pointer = nn.Buffer(torch.empty(0)), nn.Buffer(torch.tensor([10**6 + cz.World.of().rank]))
+        self.queue, self.fills = nn.Parameter(torch.empty(0, 4)), fills
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if not self.fills:
+            return scaled(embeddings, labels)
+        if not self.bank.numel():
+            self.pointer.zero_()
+            self.bank = embeddings.new_zeros(4, 4)
+        self.pointer += 1
+        self.bank[self.pointer % 4] = embeddings.detach().mean(0)
+        return (embeddings @ self.bank.T).square().sum() + 0 * labels.sum()
+
+
+def closure() -> Callable[..., Tensor]:
+    weights, power, rank = {"all": number([1.0, 2.0])}, 2.0, cz.World.of().rank
+    return lambda z, labels: (
+        weights["all"].sum() * (z[:, None] - z).square().sum(2) ** power * (labels[:, None] != labels) + 0 * rank
+    ).mean()
+
+
+def scaled(z: Tensor, labels: Tensor, scale: float = 1.0, power: Any = 2.0) -> Tensor:
+    return scale * ((z - z.mean(0)) ** power).sum() + 0 * labels.sum()
+
+
+def doubled(module: nn.Module, of_inputs: Sequence[Tensor | None], *_: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else 2 * x for x in of_inputs)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "forward_pre": lambda module, args: (args[0] - args[0].mean(0), *args[1:]),
+    "forward": lambda module, args, value: value * args[0].square().mean(),
+    "full_backward": doubled,
+    "full_backward_pre": doubled,
+}
+
+
+def with_hook(kind: str) -> cz.SupCon:
+    loss = cz.SupCon()
+    getattr(loss, f"register_{kind}_hook")(HOOKS[kind])
+    return loss
+
+
+def counting() -> cz.WeightedSum:
+    first, second = (cz.InfoNCE(temperature=Annealed(plain=True)) for _ in range(2))
+    return cz.WeightedSum([first, cz.Matryoshka(second, (1, 4))])
+
+
 MEMORIES: dict[str, Loss] = {
     "CrossBatchMemory": memory(lambda: cz.InfoNCE(temperature=learnt(), symmetric=True), "views", 7),
     "MoCo": memory(lambda: cz.InfoNCE(temperature=learnt(), in_batch_negatives=False), "views"),
@@ -108,8 +253,8 @@ MEMORIES: dict[str, Loss] = {
     "memory of Contrastive": memory(cz.Contrastive),
     "memory of a row loss": memory(BatchHard, size=20),
     "small memory of a row loss": memory(BatchHard, size=3),
-    "memory of a third-party loss": memory(lambda: pml("ContrastiveLoss")),
-    "memory of a mined loss": memory(lambda: pml("TripletMarginLoss", margin=0.3), miner=miner),
+    "memory of a third-party loss": memory(losses.ContrastiveLoss),
+    "memory of a mined loss": memory(lambda: losses.TripletMarginLoss(margin=0.3), miner=miner),
 }
 
 
@@ -126,9 +271,7 @@ OTHERS: dict[str, Loss] = {
     "MNRL with owners": Loss(mnrl, views=3, owners=True),
     "WeightedSum of MNRL": Loss(lambda: cz.WeightedSum([mnrl()]), views=3, owners=True),
     "ArcFace, sharded": Loss(arc_face, "labels", sharded=True),
-    "WeightedSum of ArcFace, sharded": Loss(
-        lambda *, whole=True: cz.WeightedSum([arc_face(whole=whole)]), "labels", sharded=True
-    ),
+    "WeightedSum of ArcFace, sharded": Loss(lambda **of: cz.WeightedSum([arc_face(**of)]), "labels", sharded=True),
     "WeightedSum of states": Loss(
         lambda: cz.WeightedSum([memory(cz.InfoNCE, size=7).make(), cz.TiCo(D), cz.DINO(D), cz.VICReg()]),
         remembers=True,
@@ -136,18 +279,43 @@ OTHERS: dict[str, Loss] = {
     "WeightedSum of two of a kind": Loss(
         lambda: cz.WeightedSum([cz.NNCLR(7, D), cz.NNCLR(5, D, temperature=0.5)]), views=4, remembers=True
     ),
-    "PML triplet with a miner": Loss(
-        lambda: pml("TripletMarginLoss", margin=0.2), "labels", wrapper=lambda: {"miner": miner()}
-    ),
-    "PML proxies": Loss(lambda: pml("ProxyAnchorLoss", CLASSES, D, alpha=4), "labels"),
+    "PML triplet with a miner": Loss(lambda: losses.TripletMarginLoss(margin=0.2), "labels", miner=miner),
+    "PML proxies": Loss(lambda: losses.ProxyAnchorLoss(CLASSES, D, alpha=4), "labels"),
+}
+LABELLED: dict[str, Callable[[], Any]] = {
+    "SupCon, tensor": lambda: cz.SupCon(temperature=number(0.2)),
+    "Held": Held,
+    "hides in rows": HidesInRows,
+    "hides in compute": HidesInCompute,
+    "a parameter after the mean": ScaleAfter,
+    "closure": closure,
+    "partial": lambda: functools.partial(scaled, scale=2.0, power=torch.tensor(2.0)),
+    "an empty bank": lambda: Bank(fills=False),
+}
+STATEFUL: dict[str, Callable[[], Any]] = {
+    "SupCon, annealed": lambda: cz.SupCon(temperature=Annealed()),
+    "NormalizedSoftmax, annealed": lambda: cz.NormalizedSoftmax(5, 4, temperature=Annealed()),
+    "Triplet, annealed": lambda: cz.Triplet(margin=Annealed()),
+    "WeightedSum, annealed": lambda: cz.WeightedSum([cz.SupCon(temperature=Annealed()), cz.Triplet()]),
+    "a labelled memory, annealed": lambda: cz.CrossBatchMemory(cz.SupCon(temperature=Annealed()), 16, 4),
+    "a bank": Bank,
+    "a forward of its own": OwnForward,
+    "a call of its own": OwnCall,
+    **{kind: functools.partial(with_hook, kind) for kind in HOOKS},
+    "a patched forward": lambda: later(cz.SupCon(), forward=lambda z, labels: cz.SupCon()(z - z.mean(0), labels)),
+    "a forward of its own in a sum": lambda: cz.WeightedSum([OwnForward(), cz.Triplet()]),
+}
+"""Labelled losses of user code that moves a state, or sees the embeddings."""
+STATEFUL_PAIRS: dict[str, Callable[[], Any]] = {
+    "NTXent, annealed": lambda: cz.NTXent(temperature=Annealed()),
+    "MNRL, annealed": lambda: cz.MNRL(temperature=Annealed()),
+    "Clip, annealed": lambda: cz.Clip(temperature=Annealed()),
+    "a sum, counting": counting,
 }
 LOSSES = OF_ZOO | MEMORIES | OTHERS
-for of, more in (
-    (user_code.LABELLED, {"call": "labels"}),
-    (user_code.STATEFUL, {"call": "labels", "remembers": True}),
-    (user_code.STATEFUL_PAIRS, {"remembers": True}),
-):
-    LOSSES |= {name: Loss(make, user_code=True, **more) for name, make in of.items()}
+LOSSES |= {name: Loss(make, "labels", user_code=True) for name, make in LABELLED.items()}
+LOSSES |= {name: Loss(make, "labels", remembers=True, user_code=True) for name, make in STATEFUL.items()}
+LOSSES |= {name: Loss(make, remembers=True, user_code=True) for name, make in STATEFUL_PAIRS.items()}
 
 
 @functools.cache
