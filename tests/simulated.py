@@ -218,8 +218,5 @@ def value_and_gradients(loss: nn.Module, rows: list[Tensor]) -> list[Any]:
     value = loss(*leaves)
     weighted = (value * torch.arange(1, len(value) + 1, device=value.device)).sum() if value.ndim else value
     learnt = [x for x in (*leaves, *loss.parameters()) if x.requires_grad]
-    return [
-        value,
-        *torch.autograd.grad(weighted, learnt, allow_unused=True, materialize_grads=True),
-        *(x.clone() for x in loss.buffers()),
-    ]
+    state = [x.clone() for x in loss.buffers()]
+    return [value, *torch.autograd.grad(weighted, learnt, allow_unused=True, materialize_grads=True), *state]

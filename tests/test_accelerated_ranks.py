@@ -3,7 +3,7 @@
 import copy
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,34 +31,32 @@ HANDSHAKE = 2 * 8 * 64
 """Bytes that are more than the headers of two ranks in one message."""
 
 
-class Steps:
-    """Three steps of one rank: results, and what the last of them read, copied to the device and sent from the host."""
-
-    def __init__(self, entry: Entry, rows: list[Tensor], *, splits: bool = True, **options: Any) -> None:
-        """Compute each rank's part, or all of the small batch on every rank."""
-        loss = entry.case(temperature=0.3).make()
-        loss = cz.DistributedLoss(loss.loss, **options).double()
-        with device() as mode, splitting(always=splits), pytest.MonkeyPatch.context() as patch:
-            for module in (loss_modules, row_loss):
-                patch.setattr(module, "is_third_party", lambda kind: not is_of_this_library(kind))
-            put = put_by(mode)
-            moved = [put(x) for x in rows]
-            loss, self.found = put(loss), []
-            for _ in range(3):
-                mode.reads.clear()
-                mode.uploads.clear()
-                mode.copies.clear()
-                mode.host_messages.clear()
-                on_device = value_and_gradients(loss, moved)
-                self.reads, self.copies = [*mode.reads, *mode.uploads], list(mode.copies)
-                self.host_messages = list(mode.host_messages)
-                self.found.append(on_cpu(on_device))
+UNCHECKED = {"check_finite": False, "check_equal": False, "check_distinct": False}
 
 
-def steps(index: int, *rows: Tensor, check: bool, splits: bool = True) -> tuple[list[Any], list[str], list[int]]:
-    checks = {"check_finite": check, "check_equal": check, "check_distinct": check}
-    done = Steps(ENTRIES[index], list(rows), splits=splits, **checks)
-    return done.found, [*done.reads, *done.copies], done.host_messages
+class Steps(NamedTuple):
+    """Results of three steps of one rank, and what the last of them read, copied to the device and sent from the host."""
+
+    found: list[Any]
+    reads: list[str]
+    copies: list[str]
+    host_messages: list[int]
+
+
+def steps(index: int, *rows: Tensor, splits: bool = True, **options: Any) -> Steps:
+    """Compute each rank's part, or all of the small batch on every rank."""
+    loss, found = cz.DistributedLoss(ENTRIES[index].case(temperature=0.3).make().loss, **options).double(), []
+    with device() as mode, splitting(always=splits), pytest.MonkeyPatch.context() as patch:
+        for module in (loss_modules, row_loss):
+            patch.setattr(module, "is_third_party", lambda kind: not is_of_this_library(kind))
+        loss, *moved = map(put_by(mode), (loss, *rows))
+        for _ in range(3):
+            for recorded in (mode.reads, mode.uploads, mode.copies, mode.host_messages):
+                recorded.clear()
+            on_device = value_and_gradients(loss, moved)
+            of_step = [*mode.reads, *mode.uploads], [*mode.copies], [*mode.host_messages]
+            found.append(on_cpu(on_device))
+    return Steps(found, *of_step)
 
 
 def is_of_this_library(kind: type) -> bool:
@@ -83,17 +81,15 @@ def test_a_steady_step_can_be_captured(entry: Entry, splits: bool, device_worlds
     with draws_of_a_device(str(entry)):
         expected = [value_and_gradients(loss, rows) for _ in range(3)]
     each = list(zip(*(x.split(shards) for x in rows), strict=True))
-    for rank, (found, reads, sent) in enumerate(
-        device_worlds.run(2, steps, index, each=each, check=False, splits=splits)
-    ):
+    for rank, done in enumerate(device_worlds.run(2, steps, index, each=each, splits=splits, **UNCHECKED)):
         local = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
-        for step, whole in zip(found, expected, strict=True):
+        for step, whole in zip(done.found, expected, strict=True):
             count = sum(x.is_floating_point() for x in rows)
             parts = [whole[0], *(2 * x[local] for x in whole[1 : 1 + count]), *whole[1 + count :]]
             torch.testing.assert_close(step, [x.detach() for x in parts], rtol=1e-9, atol=1e-10)
         if not may_read(str(entry)) and is_own(entry):
-            assert not reads
-        assert max(sent, default=0) <= HANDSHAKE, "the host sends headers only"
+            assert not [*done.reads, *done.copies]
+        assert max(done.host_messages, default=0) <= HANDSHAKE, "the host sends headers only"
 
 
 def test_checks_would_be_noticed(device_worlds: Worlds) -> None:
@@ -101,8 +97,8 @@ def test_checks_would_be_noticed(device_worlds: Worlds) -> None:
     entry = next(x for x in ENTRIES if str(x) == "NTXent")
     rows = whole_batch(entry.case(), GlobalBatch(SHARDS, d=3))
     each = list(zip(*(x.split(SHARDS) for x in rows), strict=True))
-    for _, reads, _ in device_worlds.run(2, steps, ENTRIES.index(entry), each=each, check=True):
-        assert reads
+    for done in device_worlds.run(2, steps, ENTRIES.index(entry), each=each):
+        assert done.reads
 
 
 def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
@@ -111,15 +107,11 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
     def job() -> tuple[list[str], list[int], str | None]:
         with device() as mode:
             scale, rows = torch.ones(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-            off = {"check_finite": False, "check_equal": False, "check_distinct": False}
-            loss = cz.DistributedLoss(cz.NTXent(), **off)
+            loss = cz.DistributedLoss(cz.NTXent(), **UNCHECKED)
             loss(*(mode.put(rows + i) * scale.to(mode.place) for i in range(2)))
             cz.World.of().start_gather(torch.ones(1000), from_host=True)()
-            return (
-                mode.uploads,
-                mode.host_messages,
-                error_message(lambda: dist.all_reduce(torch.ones(2)), AssertionError),
-            )
+            error = error_message(lambda: dist.all_reduce(torch.ones(2)), AssertionError)
+            return mode.uploads, mode.host_messages, error
 
     for uploads, sent, text in device_worlds.run(2, job):
         assert uploads
@@ -128,14 +120,9 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
 
 
 def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worlds, worlds: Worlds) -> None:
-    names = list(OTHER_ENTRIES)
-    expected = worlds.run(2, lambda: [of_cpu(name) for name in names])
-    found = device_worlds.run(2, lambda: [of_device(name) for name in names])
-    for of_rank, on_device in zip(expected, found, strict=True):
-        for name, x, y in zip(names, of_rank, on_device, strict=True):
-            torch.testing.assert_close(
-                y, x, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
-            )
+    expected = worlds.run(2, lambda: {name: of_cpu(name) for name in OTHER_ENTRIES})
+    found = device_worlds.run(2, lambda: {name: of_device(name) for name in OTHER_ENTRIES})
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
@@ -148,11 +135,11 @@ Reads = tuple[str, str]
 
 def of_rank(names: list[str]) -> dict[str, Reads]:
     found = {}
-    for entry in (entry for entry in ENTRIES if str(entry) in names):
+    for index, entry in ((i, x) for i, x in enumerate(ENTRIES) if str(x) in names):
         rows = whole_batch(entry.case(), GlobalBatch(SHARDS, d=3, labels="mixed", seed=5))
         local = [x.split(SHARDS)[dist.get_rank()] for x in rows]
-        unchecked = Steps(entry, local, check_finite=False, check_equal=False, check_distinct=False)
-        off, on = (f"{len(x.reads)} / {len(x.copies)}" for x in (unchecked, Steps(entry, local)))
+        of_both = steps(index, *local, **UNCHECKED), steps(index, *local)
+        off, on = (f"{len(x.reads)} / {len(x.copies)}" for x in of_both)
         found[str(entry)] = (off, on)
     return found
 

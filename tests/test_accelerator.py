@@ -23,7 +23,7 @@ from contrastive_zoo.ranks.random_keys import device_keys, normal_numbers, rando
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, assert_says, common_error
+from tests.helpers import EVERY_CASE, assert_says, common_error, rank
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import Put, device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.zoo import Entry
@@ -32,15 +32,14 @@ pytestmark = pytest.mark.kernels
 
 
 def samples(n: int = 8, d: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    draw = torch.Generator().manual_seed(seed + 7 * rank)
-    return torch.randn(n + rank, d, generator=draw), torch.randint(3, (n + rank,), generator=draw)
+    draw = torch.Generator().manual_seed(seed + 7 * rank())
+    return torch.randn(n + rank(), d, generator=draw), torch.randint(3, (n + rank(),), generator=draw)
 
 
 def searched(put: Put) -> Any:
     (x, labels), (y, _) = samples(), samples(seed=1)
     a, b, first, metrics = put(x), put(y), put(torch.zeros(len(x), 1, dtype=torch.int64)), cz.metrics
-    ids = 100 * (dist.get_rank() if dist.is_initialized() else 0) + torch.arange(len(x))
+    ids = 100 * rank() + torch.arange(len(x))
     judged = {"ids": put(ids), "gallery_ids": ids, "judgements": (ids[:3], ids[1:4], torch.tensor([1.0, 2.0, 1.0]))}
     collected = metrics.RetrievalMetrics()
     collected.update(a, labels)
@@ -97,15 +96,11 @@ def cached(put: Put) -> Any:
 
 
 def messages(put: Put) -> Any:
-    x = put(samples()[0]).requires_grad_()
-    gathered = cz.collectives.all_gather(x)
-    scattered = cz.collectives.reduce_scatter(gathered)
-    total = (
-        cz.collectives.all_reduce(gathered.sum(0))
-        + cz.collectives.broadcast(x[:1].sum(0))
-        + cz.collectives.all_reduce(x.sum(0), "mean")
-    )
-    shared = cz.collectives.replicated(x.mean().detach().requires_grad_())
+    x, of = put(samples()[0]).requires_grad_(), cz.collectives
+    gathered = of.all_gather(x)
+    scattered = of.reduce_scatter(gathered)
+    total = of.all_reduce(gathered.sum(0)) + of.broadcast(x[:1].sum(0)) + of.all_reduce(x.sum(0), "mean")
+    shared = of.replicated(x.mean().detach().requires_grad_())
     (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
     collated = cz.data.CollateEmptyBatches({"x": put(torch.ones(2)), "y": 5})([])
     return gathered, scattered, total, shared, gradient, collated
@@ -138,7 +133,7 @@ def labelled_on_rank_0(put: Put) -> Any:
     """Labels on the device on rank 0 alone."""
     torch.manual_seed(0)
     x, labels = samples()
-    labels = labels if dist.is_initialized() and dist.get_rank() else put(labels)
+    labels = labels if rank() else put(labels)
     wrapped = [
         cz.DistributedLoss(put(cz.SupCon(temperature=0.3))),
         cz.DistributedLoss(put(cz.SupCon()), ring=True),
@@ -299,13 +294,11 @@ def test_mixtures_and_float64_would_be_noticed() -> None:
         mode.put(torch.ones(2)).double()
 
 
+EYE = torch.eye(3)
 REFUSED: dict[str, tuple[Callable[[Put], Any], str]] = {
-    "towers": (lambda put: put(cz.Clip())(put(torch.eye(3)), torch.eye(3)), "images on ipu:0 and texts on cpu"),
-    "views": (lambda put: cz.NTXent()(torch.eye(3), put(torch.eye(3))), "on cpu and .* on ipu:0"),
-    "weights": (
-        lambda put: cz.ArcFace(num_classes=3, embedding_size=3)(put(torch.eye(3)), torch.arange(3)),
-        r"weights are on cpu .* loss\.to\('ipu:0'\)",
-    ),
+    "towers": (lambda put: put(cz.Clip())(put(EYE), EYE), "images on ipu:0 and texts on cpu"),
+    "views": (lambda put: cz.NTXent()(EYE, put(EYE)), "on cpu and .* on ipu:0"),
+    "weights": (lambda put: cz.ArcFace(3, 3)(put(EYE), torch.arange(3)), r"weights are on cpu .* loss\.to\('ipu:0'\)"),
     "step": (lambda put: cz.SIGReg(3)(put(torch.ones(5, 3))), "SIGReg: directions are on cpu and embeddings on ipu:0"),
 }
 

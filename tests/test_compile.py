@@ -56,7 +56,7 @@ def silence() -> Iterator[None]:
     assert not [*messages, *(str(x.message) for x in recorded)]
 
 
-def trained(name: str, compiled: str, wrapped: bool) -> list[Tensor]:
+def trained(name: str, compiled: str = "nothing", wrapped: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -64,18 +64,19 @@ def trained(name: str, compiled: str, wrapped: bool) -> list[Tensor]:
     loss_fn = cz.DistributedLoss(loss) if wrapped else loss
     graphs = list[Any]()
 
-    def compile(function: Any) -> Any:
+    def compile_if(part: str, function: Any) -> Any:
+        if part != compiled:
+            return function
         return torch.compile(function, backend=lambda graph, inputs: graphs.append(graph) or graph)
 
-    model = compile(encoder) if compiled == "model" else encoder
-    criterion = compile(loss_fn) if compiled == "loss" else loss_fn
+    model, criterion = compile_if("model", encoder), compile_if("loss", loss_fn)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         value = 2 * criterion(model(x), y if name in TAKES_LABELS else model(y))
         value.backward()
         return value.detach()
 
-    run = compile(step) if compiled == "step" else step
+    run = compile_if("step", step)
     found = list[Tensor]()
     for number, sizes in enumerate(SIZES):
         draw = torch.Generator().manual_seed(number)
@@ -96,25 +97,17 @@ def trained(name: str, compiled: str, wrapped: bool) -> list[Tensor]:
     return found
 
 
-COMPILED = ["model", "step", "loss"]
-CASES = [*((name, "step") for name in LOSSES), ("two views", "model"), ("two views", "loss")]
+WRAPPED = [*((name, "step", True) for name in LOSSES), ("two views", "model", True), ("two views", "loss", True)]
+BARE = [("two views", compiled, False) for compiled in ("model", "step", "loss")]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_compiled_steps_are_the_eager_ones_of_one_process(world_size: int, worlds: Worlds) -> None:
+@pytest.mark.parametrize(("world_size", "cases"), [(1, WRAPPED + BARE), (2, WRAPPED)])
+def test_compiled_steps_are_the_eager_ones_of_one_process(world_size: int, cases: Any, worlds: Worlds) -> None:
     def on_rank() -> list[list[Tensor]]:
         torch.compile(torch.sin, backend="eager")(torch.ones(2))  # the compiler warns as it loads
         with silence(), splitting(always=True):
-            return [trained(name, compiled, wrapped=True) for name, compiled in CASES]
+            return [trained(*case) for case in cases]
 
-    expected = [trained(name, "nothing", wrapped=False) for name, _ in CASES]
+    expected = [trained(name) for name, *_ in cases]
     for found in worlds.run(world_size, on_rank):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("compiled", COMPILED)
-def test_a_bare_loss_breaks_the_graph(compiled: str) -> None:
-    torch.compile(torch.sin, backend="eager")(torch.ones(2))
-    expected = trained("two views", "nothing", wrapped=False)
-    with silence():
-        torch.testing.assert_close(trained("two views", compiled, wrapped=False), expected, rtol=1e-10, atol=1e-10)

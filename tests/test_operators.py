@@ -51,17 +51,11 @@ def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return -F.logsigmoid(logits * (2 * torch.eye(len(a), device=a.device) - 1)).sum() / len(a)
 
 
-LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
-    "InfoNCE": cz.InfoNCE,
-    "CLIP": cz.Clip,
-    "NTXent": cz.NTXent,
-    "SigLIP": cz.SigLIP,
-}
+LOSSES: dict[str, Any] = {"InfoNCE": cz.InfoNCE, "CLIP": cz.Clip, "NTXent": cz.NTXent, "SigLIP": cz.SigLIP}
 
 
-def dense(
-    name: str, a: Tensor, b: Tensor, put: Callable[[Tensor], Tensor]
-) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def dense(name: str, a: Tensor, b: Tensor, put: Callable[[Tensor], Tensor]) -> Any:
+    """Return the formula, to be called, and the numbers that it learns."""
     learnt = [put(torch.zeros(())).requires_grad_() for _ in LOSSES[name]().parameters()]
     if name == "SigLIP":
         return lambda: dense_siglip(a, b, learnt[0].exp(), learnt[1]), learnt

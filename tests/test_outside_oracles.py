@@ -51,10 +51,8 @@ def smoothed(jax: Any, a: Any, b: Any) -> Any:
 
 
 def multi_positive(jax: Any, queries: Any, keys: Any, ids: Any) -> Any:
-    targets = ids[:, None] == ids
-    return jax.optax.softmax_cross_entropy(
-        cosines(jax, queries, keys) / 0.5, targets / targets.sum(1, keepdims=True)
-    ).mean()
+    logits, same = cosines(jax, queries, keys) / 0.5, ids[:, None] == ids
+    return jax.optax.softmax_cross_entropy(logits, same / same.sum(1, keepdims=True)).mean()
 
 
 def triplets(jax: Any, z: Any, labels: Any) -> Any:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.interventions import splitting
@@ -33,13 +34,8 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max((x.double() - y).abs().max().item() for x, y in zip(found, exact, strict=True))
 
 
-INPUTS = {
-    "float32": (torch.float32, False),
-    "bfloat16": (torch.bfloat16, False),
-    "float16": (torch.float16, False),
-    "autocast": (torch.float32, True),
-}
-
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INPUTS = {name: (dtype, False) for name, dtype in DTYPES.items()} | {"autocast": (torch.float32, True)}
 
 # the one whose keys are functions of queries that 16 bits round; the others' are made exact below
 EVERY = [entry for entry in whole_zoo.EVERY if entry.name != "MultiPositive, several targets"]
@@ -81,17 +77,13 @@ class Bound:
         wide = [x.double() if x.is_floating_point() else x for x in rows]
         exact, near = formula(entry, wide, t), formula(entry, nudged(wide, torch.float32), t)
         dense = formula(entry, rows, t, torch.float32)
-        assert exact is not None
-        assert near is not None
-        assert dense is not None
+        assert None not in (exact, near, dense)
         largest = max(x.abs().max().item() for x in exact.gradients)
         of_value, of_near = (error([x.value], [exact.value]) for x in (dense, near))
         of_gradients, of_near_gradients = (error(x.gradients, exact.gradients) for x in (dense, near))
-        return cls(
-            exact,
-            2 * of_value + 4 * (of_near + EPS * exact.value.abs().item()),
-            2 * of_gradients + 4 * of_near_gradients + last.eps * (largest + last.smallest_normal),
-        )
+        of_rounding = last.eps * (largest + last.smallest_normal)
+        of_value = 2 * of_value + 4 * (of_near + EPS * exact.value.abs().item())
+        return cls(exact, of_value, 2 * of_gradients + 4 * of_near_gradients + of_rounding)
 
     def check(self, result: Result) -> None:
         assert error([result.value], [self.exact.value]) <= self.of_value, "value"
@@ -137,11 +129,7 @@ def test_every_loss_costs_what_32_bits_cost(entry: Entry, inputs: str, shape: Sh
 
 
 @pytest.mark.usefixtures("exact_arguments")
-@pytest.mark.parametrize(
-    "entry",
-    [x for x in EVERY if x.name != "AlignUniform"][:: 1 if EVERY_CASE else 2],
-    ids=str,  # pdist has no 16 bits
-)
+@pytest.mark.parametrize("entry", EVERY[:: 1 if EVERY_CASE else 2], ids=str)
 def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
     found = formula(entry, short_rows(entry, torch.bfloat16), 0.1, torch.bfloat16)
     if found is None:
@@ -190,15 +178,11 @@ def test_losses_of_anchors_hand_each_rank_its_rows_gradient(entry: Entry, shards
         close(torch.cat([of_rank[index] for _, of_rank in found]), gradient)
 
 
+OF_PAIRS = [x for x in EVERY if x.name in ("NTXent", "NTXent, three views", "SupCon", "Clip", "SigLIP")]
+
+
 @pytest.mark.parametrize(
-    ("entry", "dtype", "ring"),
-    drawn(
-        [x for x in EVERY if x.name in ("NTXent", "NTXent, three views", "SupCon", "Clip", "SigLIP")],
-        [torch.bfloat16, torch.float16],
-        [True, False],
-        one_in=2,
-    ),
-    ids=str,
+    ("entry", "dtype", "ring"), drawn(OF_PAIRS, [torch.bfloat16, torch.float16], [True, False], one_in=2), ids=str
 )
 def test_16_bit_rows_are_summed_in_32_on_ranks(entry: Entry, dtype: torch.dtype, ring: bool, worlds: Worlds) -> None:
     """tests/test_explain.py counts the bytes that a ring sends of them."""
@@ -245,10 +229,7 @@ def penalised(
 
 BARE: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "own": (cz.SupCon(), lambda z, labels: cz.SupCon()(z, labels, world=cz.World.of())),
-    "third-party": (
-        cubic,
-        lambda z, labels: cubic(cz.collectives.all_gather(z, gradient="complete"), cz.collectives.all_gather(labels)),
-    ),
+    "third-party": (cubic, lambda z, labels: cubic(all_gather(z, gradient="complete"), all_gather(labels))),
 }
 """A loss, and the same of all ranks' embeddings as the error of ``create_graph=True`` says to take it."""
 

@@ -126,12 +126,11 @@ def test_equal_rows_get_the_gradients_of_one_process(shards, size, split, worlds
 def test_the_comparison_notices_rounding(worlds: Worlds) -> None:
     """Without the comparison of embeddings, and without a width of ties."""
     chosen = [x for x in ENTRIES if x.name in NOTICED]
-    cases = cases_of(chosen, 15, 50, 4) + cases_of(chosen, 33, 128, 2)
-    found = {
-        x for shards in [(3, 12), (5, 5, 5)] for x in differing(worlds, cases[: 4 * len(chosen)], shards, rounds=True)
-    }
-    found |= differing(worlds, cases[4 * len(chosen) :], (3, 30), rounds=True)
-    assert found == {x[0] for x in cases}
+    narrow, wide = cases_of(chosen, *NARROW, 4), cases_of(chosen, *WIDE, 2)
+    found = differing(worlds, wide, (3, 30), rounds=True)
+    for shards in [(3, 12), (5, 5, 5)]:
+        found |= differing(worlds, narrow, shards, rounds=True)
+    assert found == {x[0] for x in narrow + wide}
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, cz.engine.plain_formulas])

@@ -27,13 +27,11 @@ class Entry:
 
     def case(self, grad_reduction: GradReduction = "mean", **settings: Any) -> Case:
         make = self.make
-        return Case(
-            lambda: cz.DistributedLoss(make(**settings), grad_reduction=grad_reduction),
-            call=self.call,
-            grad_reduction=grad_reduction,
-            views=self.views,
-            name=self.name,
-        )
+
+        def wrapped() -> Any:
+            return cz.DistributedLoss(make(**settings), grad_reduction=grad_reduction)
+
+        return Case(wrapped, self.call, grad_reduction, views=self.views, name=self.name)
 
     def __str__(self) -> str:
         return self.name
@@ -129,12 +127,10 @@ def itself(z: Tensor) -> Tensor:
     return torch.eye(len(z), dtype=torch.bool, device=z.device)
 
 
-def info_nce(
-    queries: Tensor, keys: Tensor, scale: Any, reduction: str = "mean", label_smoothing: float = 0.0
-) -> Tensor:
+def info_nce(queries: Tensor, keys: Tensor, scale: Any, reduction: str = "mean", smoothing: float = 0.0) -> Tensor:
     """Row i of keys belongs to row i of queries; more rows are negatives."""
     logits, targets = scale * queries @ keys.T, torch.arange(len(queries), device=queries.device)
-    return F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
+    return F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=smoothing)
 
 
 def clip(a: Tensor, b: Tensor, scale: Any, *how: Any) -> Tensor:

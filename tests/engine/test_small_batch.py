@@ -126,11 +126,12 @@ def test_other_precisions_are_as_near_to_float64_as_the_dense_formula(name: str,
 
 def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.MonkeyPatch) -> None:
     scales = []
-    monkeypatch.setattr(
-        small_batch,
-        "softmaxes_by_one_exponential",
-        lambda x, **_: scales.append(x.amax()) or small_batch.softmaxes(x, "rows"),
-    )
+
+    def by_rows(x: Tensor, **_: float) -> Tensor:
+        scales.append(x.amax())
+        return small_batch.softmaxes(x, "rows")
+
+    monkeypatch.setattr(small_batch, "softmaxes_by_one_exponential", by_rows)
     with path("CPU"):
         for t in (1 / 40, 1 / 41):
             for temperature in (t, torch.tensor(t, dtype=torch.float64)):

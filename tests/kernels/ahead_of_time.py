@@ -50,18 +50,11 @@ def launches(capability: int, dtype: torch.dtype, precision: str, *, inner: bool
             edge, tile = of_kernel[index]
             (kernel, constants), of_all = KERNELS[name], {"MAX_ROWS": MAX_TILES * tile.rows, **tile.options}
             given = {**constants, **of_all, "EDGE": 2 if "SupCon" in name else edge}
-            halves = tile.rows, tile.columns // 2
-            yield (
-                name,
-                kernel,
-                given,
-                {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": halves},
-            )
+            copied = {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth)}
+            yield name, kernel, given, {**copied, "weights": (tile.rows, tile.columns // 2)}
 
 
-def compiled(
-    kernel: Any, given: dict[str, Any], copied: dict[str, tuple[int, int]], dtype: str, capability: int
-) -> Any:
+def compiled(kernel: Any, given: dict[str, Any], copied: dict[str, Any], dtype: str, capability: int) -> Any:
     constants = {x: value for x, value in given.items() if x in kernel.arg_names}
     types = dict.fromkeys(INT32_POINTERS, "*i32") | dict.fromkeys(NUMBERS, "i32")
     types |= {x: f"tensordesc<{dtype}[{height},{width}]>" for x, (height, width) in copied.items()}

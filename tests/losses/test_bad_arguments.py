@@ -22,6 +22,7 @@ from tests.own_losses import OF_CATALOGUE
 EYE, Y, TOKENS = torch.eye(3), torch.arange(3), torch.eye(3)[:, None].repeat(1, 2, 1)
 Z, LABELS = torch.eye(4, 3), torch.arange(4) % 2
 META, HUGE = torch.device("meta"), 2**62
+TO_DOC = ("query_to_doc", "doc_to_doc")
 INSTANCE = "pass an instance, SupCon(...), not the class SupCon."
 
 
@@ -58,28 +59,21 @@ SPOILT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 Z64, IDS, MASK = numbers(3, 2, seed=0), torch.arange(3), torch.ones(3, 2).bool()
 
+SETS = Z64[:, None].repeat(1, 2, 1)
+OF_MASKS = "query_mask document_mask negative_mask"
+OF_IDS = "owners document_ids negative_ids query_ids dataset_ids"
+
+
+def full(loss: nn.Module, *of: tuple[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    named = {name: x for names, x in of for name in names.split()}
+    return loss, {name: named[name] for name in call_form(type(loss)).signature.parameters}
+
+
 FULL: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
-    "GIST": (
-        cz.GIST(),
-        dict.fromkeys(
-            ("anchors", "positives", "guide_anchors", "guide_positives", "negatives", "guide_negatives"), Z64
-        ),
-    ),
-    "MNRL": (
-        cz.MNRL(),
-        dict.fromkeys(("queries", "documents", "negatives"), Z64)
-        | dict.fromkeys(("owners", "document_ids", "negative_ids", "query_ids", "dataset_ids"), IDS),
-    ),
-    "MultiPositive": (
-        cz.MultiPositive(),
-        {"queries": Z64, "keys": Z64, "ids": IDS, "key_ids": IDS, "weights": torch.ones(3)},
-    ),
-    "MaxSim": (
-        cz.MaxSim(),
-        dict.fromkeys(("queries", "documents"), Z64[:, None].repeat(1, 2, 1))
-        | dict.fromkeys(("query_mask", "document_mask"), MASK)
-        | {"negatives": Z64[:, None].repeat(1, 2, 1), "negative_mask": MASK},
-    ),
+    "GIST": full(cz.GIST(), ("anchors positives guide_anchors guide_positives negatives guide_negatives", Z64)),
+    "MNRL": full(cz.MNRL(), ("queries documents negatives", Z64), (OF_IDS, IDS)),
+    "MultiPositive": full(cz.MultiPositive(), ("queries keys", Z64), ("ids key_ids", IDS), ("weights", torch.ones(3))),
+    "MaxSim": full(cz.MaxSim(), ("queries documents negatives", SETS), (OF_MASKS, MASK)),
 }
 """Calls with all arguments."""
 
@@ -144,6 +138,8 @@ OF_ALL: list[Any] = [
     cz.VICReg(), cz.ArcFace(3, 2), cz.CrossBatchMemory(cz.InfoNCE(), 4, 2), torch.dist,
 ]  # fmt: skip
 """Losses that compare with all candidates at once."""
+RING, SUM = "with a ring, candidates pass", cz.WeightedSum([cz.NTXent(), cz.VICReg()])
+OF_WEIGHTS: dict[str, Any] = {"shared": {"weights"}, "batch_dim": {"weights": 1}}
 
 BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MultiPositive()(EYE, EYE[:2], Y), "MultiPositive: key_ids are missing"),
@@ -160,10 +156,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MNRL(in_batch_negatives=False, directions=("query_to_doc", "doc_to_query")), "only query_to_doc"),
     (lambda: cz.MNRL(false_negative_margin=torch.ones(1, requires_grad=True)), "a constant"),
     (lambda: cz.MNRL(directions=("doc_to_query",)), "MNRL: directions are 'query_to_doc' and any of"),
-    (
-        lambda: cz.MNRL(directions=("query_to_doc", "doc_to_doc"), partition_mode="per_direction"),
-        "doc_to_doc never hold the positive",
-    ),
+    (lambda: cz.MNRL(directions=TO_DOC, partition_mode="per_direction"), "doc_to_doc never hold the positive"),
     (lambda: cz.ScoreDistillation()(EYE, EYE[:, None], EYE[:, :1]), "candidates are [n, k, d] with k >= 2"),
     (lambda: cz.SupCon()(EYE, Y, torch.ones(3, 3)), "labels or by a mask, got both"),
     (lambda: cz.SupCon()(EYE, mask=torch.ones(3, 2)), "a column for each of the 3 samples of all ranks, got float32"),
@@ -180,10 +173,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.SwAV(4, 3, code_views=3)(EYE, EYE), "1 <= code_views <= 2, got 3"),
     (lambda: cz.DINO(4)(EYE, EYE), "the centre is as wide as outputs … Construct DINO(out_dim"),
     (lambda: cz.DINO(3)(EYE[:, None], EYE[:, None]), "student sees two or more views … got 1 from"),
-    (
-        lambda: cz.IBOT(3)(EYE, EYE, Y + 1),
-        "counts are the numbers of masked patches … add up to 3 … a sum of 6, least 1",
-    ),
+    (lambda: cz.IBOT(3)(EYE, EYE, Y + 1), "are the numbers of masked patches … add up to 3 … a sum of 6, least 1"),
     (lambda: cz.IBOT(3)(EYE, EYE, Y[:0]), "got a sum of 0, least 0"),
     (lambda: cz.IBOT(3)(EYE, EYE, torch.tensor([4, -1])), "got a sum of 3, least -1"),
     (lambda: cz.MaxSim()(TOKENS, TOKENS, negatives=TOKENS.half()), "negatives must have the dtype of queries"),
@@ -196,11 +186,17 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.WeightedSum([cz.NTXent(), cz.SupCon]), INSTANCE),
     (lambda: cz.Margin(num_classes=3)(Z, torch.ones(4, 3)), "Margin: β of a class needs labels"),
     (lambda: cz.Margin(num_classes=3)(Z, torch.tensor(1)), "Margin: labels are one integer per row"),
-    (
-        lambda: cz.Triplet()(Z, targets=LABELS),
-        "Triplet: compares embeddings with labels, or views; got targets as well",
+    (lambda: cz.Circle()(Z, targets=LABELS), "Circle: compares embeddings with labels, or views; got targets as well"),
+    (lambda: later(cz.WeightedSum([cz.SupCon()]), weights=(np.inf,))(Z, LABELS), "WeightedSum: weights must be finite"),
+    (lambda: later(cz.SogCLR(4), num_samples=3)(Z, Z, LABELS), "Construct another loss"),
+    (lambda: later(cz.SogCLR(4), bimodal=True)(Z, Z, LABELS), "Construct another loss"),
+    *(
+        (lambda x=x: cz.SogCLR(9, temperature=0.3, temperature_range=x), "temperature_range is two numbers")
+        for x in ((0.2,), (0.0, 0.5), (0.4, 0.5), (0.5, 0.2), "ab")
     ),
     (lambda: cz.LearnableTemperature(0.001), "1 / max_scale … 0.001 … max_scale=100"),
+    (lambda: cz.LearnableTemperature(0.1, max_scale=np.nan), "max_scale=nan"),
+    *((lambda x=x: cz.LearnableTemperature(x), "initial temperature") for x in (np.inf, 10**5000, 0.0, np.nan)),
     (lambda: cz.SIGReg(3, num_slices=HUGE)(Z), "SIGReg: num_slices must be a float, or an integer up to 2**53"),
     (lambda: cz.data.GlobalBatchSampler(HUGE, batch_size=2), "num_samples is below 2**60"),
     (lambda: hard_negatives(absolute_margin=True), "scores and margins are numbers"),
@@ -210,10 +206,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.DistributedLoss(third_party, shared={1}), "such as {'prototypes'}, got {1}"),
     (lambda: cz.DistributedLoss(third_party, batch_dim={"weights": -1}), "batch_dim is … got {'weights': -1}"),
     (lambda: cz.DistributedLoss(third_party, batch_dim=["weights"]), "got ['weights']"),
-    (
-        lambda: cz.DistributedLoss(third_party, shared={"weights"}, batch_dim={"weights": 1}),
-        "weights stands in shared and in batch_dim",
-    ),
+    (lambda: cz.DistributedLoss(third_party, **OF_WEIGHTS), "weights stands in shared and in batch_dim"),
     (lambda: cz.DistributedLoss(cz.SupCon(), shared={"labels"}), "are for a third-party loss … SupCon knows its"),
     (lambda: cz.DistributedLoss(cz.NTXent(), grad_reduction="avg"), "'mean' or 'sum' … got 'avg' … DDP"),
     (lambda: cz.DistributedLoss(third_party, check_finite=1), "check_finite is True or False, got 1"),
@@ -222,28 +215,16 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.DistributedLoss(0.1), "can be called … got float"),
     (lambda: cz.DistributedLoss(cz.DistributedLoss(third_party)), "loss is a DistributedLoss, which gathers"),
     (lambda: cz.DistributedLoss(ranking()), "Module holds the encoder … DistributedSentenceLoss"),
-    (
-        lambda: cz.data.DistributedMiner(cz.data.DistributedMiner(no_miner)),
-        "miner is a DistributedMiner, which gathers",
-    ),
+    (lambda: cz.data.DistributedMiner(cz.data.DistributedMiner(no_miner)), "is a DistributedMiner, which gathers"),
     (lambda: cz.data.DistributedMiner(3), "DistributedMiner: … can be called … got int"),
     (lambda: cz.MemoryQueue(3, 3, dtype=torch.int64), "floating"),
     (lambda: cz.CrossBatchMemory(cz.NTXent(), 8, 3), "NTXent compares a batch with itself only"),
     (lambda: cz.CrossBatchMemory(cz.SupCon(), 8, 3, miner=print), "takes no miner"),
     (lambda: cz.MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
     *((lambda x=x: cz.World.of(x), "process_group: a process group, a 1-d") for x in (1, "dp", object)),
-    *(
-        (lambda x=x: cz.DistributedLoss(x, ring=True), "with a ring, candidates pass … cannot be computed so: ")
-        for x in OF_ALL
-    ),
-    (
-        lambda: cz.DistributedLoss(cz.WeightedSum([cz.NTXent(), cz.VICReg()]), ring=True),
-        "WeightedSum cannot … so: VICReg",
-    ),
-    *(
-        (lambda x=x: cz.DistributedLoss(cz.SigLIP(), ring=x), "ring is True or False, got ")
-        for x in (2, "all", EYE, None)
-    ),
+    *((lambda x=x: cz.DistributedLoss(x, ring=True), f"{RING} … cannot be computed so: ") for x in OF_ALL),
+    (lambda: cz.DistributedLoss(SUM, ring=True), "WeightedSum cannot … so: VICReg"),
+    *((lambda x=x: cz.DistributedLoss(cz.Clip(), ring=x), "ring is True or False, got") for x in (2, "all", EYE, None)),
     *(
         (lambda at=at: cz.World(*at), f"a rank is an integer in 0 … size − 1, got rank={at[0]}, size={at[1]}")
         for at in ((5, 2), (2, 2), (-1, 2), (0, 0), (0.0, 1), (True, 2))

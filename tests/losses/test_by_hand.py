@@ -1,7 +1,6 @@
 """Numbers by hand, state, memory and sums of losses: what the tables of losses do not show."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,13 +74,6 @@ def test_dependent_modalities_span_no_volume_and_have_finite_gradients() -> None
     assert all(x.isfinite().all() for x in gradients)
 
 
-def test_negatives_of_one_query_each_are_logits_beside_its_own_key() -> None:
-    q, k, negatives = numbers(5, 4, seed=1), numbers(5, 4, seed=2), numbers(5, 3, 4, seed=3)
-    logits = torch.einsum("nd,nmd->nm", q, torch.cat([k[:, None], negatives], 1)) / 0.3
-    loss = cz.InfoNCE(temperature=0.3, in_batch_negatives=False, normalize=False)
-    close(loss(q, k, negatives), F.cross_entropy(logits, torch.zeros(5).long()))
-
-
 def test_dino_moves_its_centre_while_training() -> None:
     teacher = torch.tensor([[[1.0, 2.0], [5.0, 6.0]], [[3.0, 4.0], [7.0, 8.0]]])
     loss = cz.DINO(2, centre_momentum=0.75)
@@ -145,16 +137,13 @@ def nested_views() -> cz.WeightedSum:
 
 
 def nested_classes() -> cz.WeightedSum:
-    return cz.WeightedSum(
-        [cz.Matryoshka(cz.SupCon(), dims=(2, 3, 5)), cz.NCA(), cz.SupCon(normalize=False), BatchHard()]
-    )
+    prefixes = cz.Matryoshka(cz.SupCon(), dims=(2, 3, 5))
+    return cz.WeightedSum([prefixes, cz.NCA(), cz.SupCon(normalize=False), BatchHard()])
 
 
 @pytest.mark.parametrize(("make", "call"), [(nested_views, "views"), (nested_classes, "labels")])
 @pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
-def test_the_contract_holds_of_sums_of_sums(
-    make: Callable[[], Any], call: Any, shards: tuple[int, ...], worlds: Worlds
-) -> None:
+def test_the_contract_holds_of_sums_of_sums(make: Any, call: Any, shards: tuple[int, ...], worlds: Worlds) -> None:
     """Of prefixes wider than those of the table of losses; tests/test_explain.py counts that rows are sent once."""
     trial = Trial(Case(lambda: cz.DistributedLoss(make()), call=call), GlobalBatch(shards, d=5, seed=5), worlds)
     for invariant in CONTRACT:

@@ -92,27 +92,18 @@ ADDITIVE = [x for x in EVERY if hasattr(x.make(temperature=0.5), "reduction") an
 
 @pytest.mark.parametrize("entry", ADDITIVE, ids=str)
 def test_losses_of_anchors_add_up_to_the_sum(entry: Entry) -> None:
-    rows = rows_of(entry, ODD[0])
+    def made(reduction: str) -> Any:
+        return entry.make(temperature=0.5, reduction=reduction).double()
 
-    def reduced(*rows: Tensor, reduction: str) -> Tensor:
-        value: Tensor = entry.make(temperature=0.5, reduction=reduction).double()(*rows)
-        return value
-
-    assert reduced(*rows, reduction="none").ndim == 1
-    nu_beta = 0.125 if entry.name == "Margin" else 0.0
-    assert_same(
-        lambda *x: reduced(*x, reduction="none").sum() + nu_beta, lambda *x: reduced(*x, reduction="sum"), *rows
-    )
+    rows, nu_beta = rows_of(entry, ODD[0]), 0.125 if entry.name == "Margin" else 0.0
+    assert made("none")(*rows).ndim == 1
+    assert_same(lambda *x: made("none")(*x).sum() + nu_beta, made("sum"), *rows)
 
 
 @pytest.mark.parametrize("entry", [x for x in EVERY if x.call == "labels"], ids=str)
 def test_two_views_are_labelled_rows(entry: Entry) -> None:
     loss, rows = entry.make(temperature=0.5).double(), rows_of(entry, GlobalBatch((8,), d=5))[0]
-    if (
-        isinstance(loss, cz.RowLoss)
-        and not isinstance(loss, cz.LiftedStructure)
-        and not getattr(loss, "num_classes", 0)
-    ):
+    if isinstance(loss, cz.RowLoss) and not (isinstance(loss, cz.LiftedStructure) or getattr(loss, "num_classes", 0)):
         close(loss(*rows.chunk(2)), loss(rows, torch.arange(4).repeat(2)))
 
 

@@ -78,9 +78,7 @@ def test_most_numbers_are_learnable() -> None:
 
 
 @pytest.mark.parametrize(("name", "setting"), LEARNABLE)
-def test_a_tensor_is_learnt_by_the_derivative_of_the_number(
-    name: str, setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_is_learnt_by_the_derivative_of_the_number(name: str, setting: str, monkeypatch) -> None:
     """The last forms in several blocks."""
     rows, x = SUBJECTS[name].rows, start(name, setting)
     value = loss_of(name, setting, x)(*rows).detach()

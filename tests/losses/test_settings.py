@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,14 +65,16 @@ KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     ),
     (
         "AdaFace.momentum ClipDistillation.weight CurricularFace.momentum DINO.centre_momentum IBOT.centre_momentum "
-        "LeJEPA.lambda_ RankedList.imbalance TiCo.beta",
+        "LeJEPA.lambda_ RankedList.imbalance TiCo.beta VISReg.lambda_",
         (-0.1, 1.1, *ANY),
     ),
-    ("LargeMarginSoftmax.margin LeJEPA.global_views LeJEPA.num_slices SIGReg.num_slices", (0, 1.5, *ANY)),
-    ("SwAV.code_views FastAP.num_bins VISReg.global_views VISReg.num_slices RDMReg.num_slices", (0, 2.5, *ANY)),
+    (
+        "LargeMarginSoftmax.margin LeJEPA.global_views LeJEPA.num_slices SIGReg.num_slices SwAV.code_views FastAP.num_bins "
+        "VISReg.global_views VISReg.num_slices RDMReg.num_slices",
+        (0, 1.5, *ANY),
+    ),
     ("CosFace.sample_rate", (0.0, 1.1, *ANY)),
     ("RDMReg.p", (0.01, 101.0, *ANY)),
-    ("VISReg.lambda_", (-0.1, 1.1, *ANY)),
     ("LeJEPA.num_points SIGReg.num_points", (1, 2.5, *ANY)),
     ("Contrastive.power SignalToNoise.power AlignUniform.alpha", (0.5, *ANY)),
     ("HCL.tau_plus", (-0.1, 1.0, *ANY)),
@@ -112,9 +113,7 @@ def subject(entry: Entry) -> Subject:
 
 SUBJECTS = {x.cls: subject(x) for x in reversed(CATALOGUE.values())}  # of several rows the first
 SUBJECTS["Margin, by class"] = replace(SUBJECTS["Margin"], given={"num_classes": 5})
-SUBJECTS["Triplet, semi-hard"] = Subject(
-    cz.Triplet, LABELLED, {"margin": REFUSED["CosFace.scale"]}, {"mining": "semi-hard"}
-)
+SUBJECTS["Triplet, semi-hard"] = Subject(cz.Triplet, LABELLED, {"margin": (0.0, -1.0, *ANY)}, {"mining": "semi-hard"})
 CASES = [(name, setting) for name, subject in SUBJECTS.items() for setting in subject.refused]
 
 
@@ -181,12 +180,6 @@ def test_sizes_are_refused_when_built(value: Any) -> None:
     assert value == 2**62 or rule in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))
 
 
-def test_settings_of_temperatures_are_refused() -> None:
-    for value in (math.inf, 10**5000, 0.0, NAN):
-        assert "initial temperature" in said_by(partial(cz.LearnableTemperature, value))
-    assert "max_scale=nan" in said_by(lambda: cz.LearnableTemperature(0.1, max_scale=NAN))
-
-
 def test_what_a_setting_may_be_is_left() -> None:
     assert cz.DCL(sigma=math.inf)(*VIEWS).isfinite()
     assert cz.Triplet(margin=-0.5)(*LABELLED).isfinite()
@@ -204,9 +197,7 @@ def test_numbers_of_numpy_and_integers_are_numbers(kind: Any) -> None:
     assert not isinstance(loss.temperature, np.generic)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, x in SUBJECTS.items() if x.rows[-1].equal(SUBJECTS["SupCon"].rows[-1])]
-)
+@pytest.mark.parametrize("name", [x for x in SUBJECTS if SUBJECTS[x].rows[-1].equal(SUBJECTS["SupCon"].rows[-1])])
 def test_labels_of_any_integer_dtype(name: str) -> None:
     loss, (*rows, _), labels = SUBJECTS[name]().double().eval(), SUBJECTS[name].rows, LABELS % 2
     dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -224,9 +215,3 @@ def test_a_loss_in_64_bits_takes_rows_of_32(name: str) -> None:
     assert value.dtype == torch.float32
     torch.manual_seed(0)
     assert value.item() == pytest.approx(subject()(*rows).item(), rel=1e-4, abs=1e-5)
-
-
-def test_weights_of_compositions_are_finite() -> None:
-    loss = cz.WeightedSum([cz.NTXent(), cz.InfoNCE()])
-    loss.weights = (1.0, math.inf)
-    assert said_by(lambda: loss(*VIEWS)).startswith("WeightedSum: weights must be finite")

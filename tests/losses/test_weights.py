@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,22 +18,19 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import drawn
 
 CLASSES = 64  # more than the labels that are drawn
-SHARDED: dict[str, Callable[[cz.World], cz.ClassLoss]] = {
-    "NormalizedSoftmax": lambda world: cz.NormalizedSoftmax(CLASSES, 4, shard_over=world, temperature=0.3),
-    "fewer classes than ranks": lambda world: cz.NormalizedSoftmax(2, 4, shard_over=world),
-    "learnt temperature": lambda world: cz.NormalizedSoftmax(
-        CLASSES, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)
-    ),
-    "CosFace": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0, label_smoothing=0.2),
-    "a part of the classes": lambda world: cz.CosFace(CLASSES, 4, shard_over=world, scale=8.0, sample_rate=0.3),
-    "classes of the labels": lambda world: cz.CurricularFace(CLASSES, 4, shard_over=world, scale=8.0, sample_rate=0.01),
-    "ProxyNCA": lambda world: cz.ProxyNCA(CLASSES, 4, shard_over=world),
-    "ArcFace": lambda world: cz.ArcFace(CLASSES, 4, shard_over=world, sub_centers=2, scale=8.0),
-    "MagFace": lambda world: cz.MagFace(CLASSES, 4, shard_over=world, low_norm=1.0, high_norm=3.0, scale=8.0),
-    "AdaFace": lambda world: cz.AdaFace(CLASSES, 4, shard_over=world, momentum=0.5, scale=8.0),
-    "CurricularFace": lambda world: cz.CurricularFace(
-        CLASSES, 4, shard_over=world, momentum=0.5, sub_centers=2, label_smoothing=0.2, scale=8.0
-    ),
+SMOOTHED = {"label_smoothing": 0.2}
+SHARDED: dict[str, Callable[..., cz.ClassLoss]] = {
+    "NormalizedSoftmax": partial(cz.NormalizedSoftmax, CLASSES, 4, temperature=0.3),
+    "fewer classes than ranks": partial(cz.NormalizedSoftmax, 2, 4),
+    "learnt temperature": lambda **of: cz.NormalizedSoftmax(CLASSES, 4, temperature=cz.LearnableTemperature(0.3), **of),
+    "CosFace": partial(cz.CosFace, CLASSES, 4, **SMOOTHED, scale=8.0),
+    "a part of the classes": partial(cz.CosFace, CLASSES, 4, scale=8.0, sample_rate=0.3),
+    "classes of the labels": partial(cz.CurricularFace, CLASSES, 4, scale=8.0, sample_rate=0.01),
+    "ProxyNCA": partial(cz.ProxyNCA, CLASSES, 4),
+    "ArcFace": partial(cz.ArcFace, CLASSES, 4, sub_centers=2, scale=8.0),
+    "MagFace": partial(cz.MagFace, CLASSES, 4, low_norm=1.0, high_norm=3.0, scale=8.0),
+    "AdaFace": partial(cz.AdaFace, CLASSES, 4, momentum=0.5, scale=8.0),
+    "CurricularFace": partial(cz.CurricularFace, CLASSES, 4, **SMOOTHED, momentum=0.5, sub_centers=2, scale=8.0),
 }
 
 
@@ -41,7 +39,7 @@ SHARDED: dict[str, Callable[[cz.World], cz.ClassLoss]] = {
 )
 def test_dealt_out_weights_are_those_of_one_process(name, trainer, shards, worlds: Worlds) -> None:
     make, labels = SHARDED[name], "same" if name == "fewer classes than ranks" else "mixed"
-    case = Case(lambda: cz.DistributedLoss(make(cz.World.of()), grad_reduction=trainer), "labels", trainer)
+    case = Case(lambda: cz.DistributedLoss(make(shard_over=cz.World.of()), grad_reduction=trainer), "labels", trainer)
     trial = Trial(case, GlobalBatch(shards, d=4, seed=5, labels=labels), worlds)
     for invariant in (*CONTRACT, scales_with_grad_output):
         invariant(trial)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from tests.losses import zoo_labelled, zoo_margins, zoo_pairs, zoo_softmax, zoo_sogclr, zoo_statistics, zoo_weights
+from tests.losses.zoo_statistics import dense_flops
 from tests.zoo import ZOO, Entry, dense_info_nce, dense_nt_xent, info_nce
 
 
@@ -33,9 +34,7 @@ def splade(**settings: Any) -> cz.WeightedSum:
 
 
 def dense_splade(q: Tensor, d: Tensor, n: Tensor, temperature: Any) -> Tensor:
-    return info_nce(q, torch.cat([d, n]), 1 / temperature) + 0.25 * zoo_statistics.dense_flops(
-        q, d, n, query_weight=0.5
-    )
+    return info_nce(q, torch.cat([d, n]), 1 / temperature) + 0.25 * dense_flops(q, d, n, query_weight=0.5)
 
 
 FAMILIES = (zoo_softmax, zoo_labelled, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_sogclr)

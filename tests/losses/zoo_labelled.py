@@ -12,7 +12,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.loss import Inputs
 from tests.losses import zoo_softmax
-from tests.zoo import Entry, dense_sup_con, itself, log_sums, masks, mean_over, row, softplus, unit
+from tests.zoo import Entry, dense_nt_xent, dense_sup_con, itself, log_sums, masks, mean_over, row, softplus, unit
 
 
 def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
@@ -46,10 +46,7 @@ def together(*views: Tensor) -> tuple[Tensor]:
 
 
 def dense_sup_con_of_views(z: Tensor, temperature: Any) -> Tensor:
-    n, views = z.shape[:2]
-    return (
-        dense_sup_con(z.transpose(0, 1).flatten(0, 1), torch.arange(n).repeat(views), temperature) * temperature / 0.07
-    )
+    return dense_nt_xent(*z.unbind(1), temperature=temperature) * temperature / 0.07
 
 
 class SupConOfMask(cz.SupCon):
@@ -74,10 +71,8 @@ def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
 
 def several_labels(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Three labels, made of classes and values, of which a sample may have none; two views."""
-    first, last = z.detach()[:, 0], z.detach()[:, -1]
-    return torch.stack([z, zoo_softmax.second_tower(z)], 1), torch.stack(
-        [labels % 2 == 0, first > 0, last < 0.3], 1
-    ).long()
+    several = torch.stack([labels % 2 == 0, z.detach()[:, 0] > 0, z.detach()[:, -1] < 0.3], 1).long()
+    return torch.stack([z, zoo_softmax.second_tower(z)], 1), several
 
 
 def dense_multi_label(z: Tensor, labels: Tensor, temperature: Any, min_jaccard: float = 0.0) -> Tensor:
@@ -171,8 +166,5 @@ ENTRIES: list[Entry] = [
     row("GE2E", dense_ge2e, "labels"),
 ]
 
-ORDERED: list[Entry] = [
-    row("NPairs", dense_n_pairs, "labels"),
-    row("AngularPrototypical", dense_angular_prototypical, "labels"),
-]
+ORDERED = [row("NPairs", dense_n_pairs, "labels"), row("AngularPrototypical", dense_angular_prototypical, "labels")]
 """Losses that care which of a class's embeddings come first."""

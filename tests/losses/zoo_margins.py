@@ -52,16 +52,14 @@ def dense_triplet(
     return mean_over(softplus(x) if soft else x.relu(), average)
 
 
-def dense_multi_similarity(
-    z: Tensor, labels: Tensor, alpha: float = 2, beta: float = 50, epsilon: float | None = None
-) -> Tensor:
+def dense_multi_similarity(z: Tensor, labels: Tensor, epsilon: float | None = None) -> Tensor:
     s, (positive, negative) = unit(z) @ unit(z).T, masks(labels)
     if epsilon is not None:
         highest = s.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
         lowest = s.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
         positive, negative = positive & (s < highest + epsilon), negative & (s > lowest - epsilon)
-    positive_term = softplus(log_sums(-alpha * (s - 0.5), positive)) / alpha
-    return mean_over(positive_term + softplus(log_sums(beta * (s - 0.5), negative)) / beta)
+    of_positives, of_negatives = log_sums(-2 * (s - 0.5), positive), log_sums(50 * (s - 0.5), negative)
+    return mean_over(softplus(of_positives) / 2 + softplus(of_negatives) / 50)
 
 
 def dense_circle(z: Tensor, labels: Tensor, m: float = 0.4, gamma: float = 80) -> Tensor:
@@ -84,12 +82,10 @@ def dense_generalized_lifted(z: Tensor, labels: Tensor, margin: float = 1.0) -> 
     return mean_over(extremes.relu()[positive.any(1) & negative.any(1)])
 
 
-def dense_margin(
-    z: Tensor, labels: Tensor, margin: float = 0.2, beta: float = 1.25, nu: float = 0.0, num_classes: int = 0
-) -> Tensor:
+def dense_margin(z: Tensor, labels: Tensor, beta: float, nu: float, num_classes: int = 0) -> Tensor:
     d, (positive, negative) = roots(squares(unit(z))), masks(labels)
     triplets = positive[:, :, None] & negative[:, None]
-    far, near = ((sign * (d - beta) + margin).relu() for sign in (1, -1))
+    far, near = ((sign * (d - beta) + 0.2).relu() for sign in (1, -1))
     losses = (far[:, :, None] + near[:, None])[triplets]
     active = ((far > 0).int()[:, :, None] + (near > 0).int()[:, None])[triplets].sum()
     of_classes = nu * beta * len(losses) if num_classes else 0
@@ -151,18 +147,17 @@ def in_two_dimensions(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense_rank_n_contrast(
-    z: Tensor, labels: Tensor, temperature: float, metric: str = "distance", normalize: bool = False,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+    z: Tensor, labels: Tensor, temperature: float, metric: str = "distance", normalize: bool = False
+) -> Tensor:
     logits, others = -METRICS[metric](unit(z) if normalize else z) / temperature, ~itself(z)
     labels = labels.flatten(1) if labels.ndim > 1 else labels[:, None]
     far = (labels[:, None] - labels).abs().sum(2)
     farther = (far[:, None] >= far[:, :, None]) & others[:, None]
     losses = (log_sums(logits[:, None].expand(farther.shape), farther, empty=0.0) - logits).where(others, 0)
-    losses = losses.sum(1) / max(1, len(z) - 1)
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+    return losses.sum(1).mean() / max(1, len(z) - 1)
 
 
+COSINES = {"metric": "similarity", "normalize": True}
 SIMILARITY = {"metric": "similarity", "pos_margin": 0.9, "neg_margin": 0.2}
 
 ENTRIES = [
@@ -192,8 +187,5 @@ ENTRIES = [
     row("ThresholdConsistentMargin", dense_threshold_consistent, "labels"),
     row("SmoothAP, with self", dense_smooth_ap, "labels", temperature=0.1, with_self=True),
     row("RankNContrast", dense_rank_n_contrast, "labels", in_thirds),
-    row(
-        "RankNContrast, two labels", dense_rank_n_contrast, "labels", in_two_dimensions, metric="similarity",
-        normalize=True,
-    ),
-]  # fmt: skip
+    row("RankNContrast, two labels", dense_rank_n_contrast, "labels", in_two_dimensions, **COSINES),
+]

@@ -8,15 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from tests.zoo import (
-    Entry,
-    dense_clip,
-    dense_siglip,
-    info_nce,
-    itself,
-    row,
-    unit,
-)
+from tests.zoo import Entry, dense_clip, dense_siglip, info_nce, itself, row, unit
 
 
 def second_tower(z: Tensor) -> Tensor:
@@ -74,9 +66,7 @@ def captions(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return z, torch.cat([second_tower(z), z.roll(1, 1)]), labels, torch.cat([labels, labels + 1])
 
 
-def dense_siglip_of_ids(
-    x: Tensor, y: Tensor, ids: Tensor, text_ids: Tensor | None = None, *, temperature: Any
-) -> Tensor:
+def dense_siglip_ids(x: Tensor, y: Tensor, ids: Tensor, text_ids: Tensor | None = None, *, temperature: Any) -> Tensor:
     same = (ids[:, None] == (ids if text_ids is None else text_ids)).double()
     logits = unit(x) @ unit(y).T / temperature - 10
     return F.binary_cross_entropy_with_logits(logits, same, reduction="sum") / len(x)
@@ -200,9 +190,8 @@ def dense_gist(
     kept = []
     for first, guide, others, guides in blocks:
         s = first @ torch.cat(others).T
-        kept.append(
-            s.masked_fill(torch.eye(*s.shape, dtype=torch.bool) | (guide @ torch.cat(guides).T > closest), -torch.inf)
-        )
+        left_out = torch.eye(*s.shape, dtype=torch.bool) | (guide @ torch.cat(guides).T > closest)
+        kept.append(s.masked_fill(left_out, -torch.inf))
     return (torch.cat([own, *kept], 1) / temperature).logsumexp(1).mean() - own.mean() / temperature
 
 
@@ -210,11 +199,10 @@ def dense_dcl(a: Tensor, b: Tensor, temperature: Any, sigma: float | None = None
     a, b, n, losses = unit(a), unit(b), len(a), []
     paired = (a * b).sum(1)
     attraction = (paired.detach() / sigma).exp() if sigma else torch.ones_like(paired)
+    pull = (2 - attraction / attraction.mean()) * paired / temperature
     for x, y in ((a, b), (b, a)) if n > 1 else ():
         sums = [(x @ z.T / temperature)[~itself(x)].view(n, -1).logsumexp(1) for z in (x, y)]
-        losses += [
-            *(torch.logaddexp(*sums) - (2 - attraction / attraction.mean() if sigma else 1) * paired / temperature)
-        ]
+        losses.append(torch.logaddexp(*sums) - pull)
     return torch.stack(losses).mean() if losses else 0 * (a + b).sum()
 
 
@@ -263,11 +251,7 @@ def learnt(cls: Any) -> Any:
 
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 BOTH = ("query_to_doc", "doc_to_query")
-
-
-SMOOTHED = {"label_smoothing": 0.3}
-
-
+SMOOTHED, OWN_KEY = {"label_smoothing": 0.3}, {"in_batch_negatives": False}
 QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")
 MASKED = {"false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
@@ -281,12 +265,10 @@ ENTRIES: list[Entry] = [
     row("GRAM, four modalities", dense_gram, "views", modalities, 4, label_smoothing=0.1),
     row("InfoNCE, smoothed", dense_smoothed, "views", None, 3, symmetric=False, **SMOOTHED),
     row("InfoNCE, smoothed both ways", dense_smoothed, "views", None, 3, symmetric=True, **SMOOTHED),
-    row(
-        "InfoNCE, smoothed pairs", dense_smoothed_pairs, "views", two_negatives, 4, in_batch_negatives=False, **SMOOTHED
-    ),
+    row("InfoNCE, smoothed pairs", dense_smoothed_pairs, "views", two_negatives, 4, **SMOOTHED, **OWN_KEY),
     row("SigLIP", dense_siglip, kind=learnt(cz.SigLIP)),
-    row("SigLIP, ids", dense_siglip_of_ids, "labels", two_towers),
-    row("SigLIP, captions", dense_siglip_of_ids, "labels", captions),
+    row("SigLIP, ids", dense_siglip_ids, "labels", two_towers),
+    row("SigLIP, captions", dense_siglip_ids, "labels", captions),
     row("MultiPositive, duplicates positive", dense_multi_positive, "labels", two_towers),
     row("MultiPositive, ignored", dense_multi_positive, "labels", two_towers, duplicates="ignore"),
     row("MultiPositive, symmetric", dense_multi_positive, "labels", two_towers, symmetric=True),
@@ -301,7 +283,7 @@ ENTRIES: list[Entry] = [
     row("MNRL, masked", dense_mnrl, "views", with_ids, 4, directions=ALL, **MASKED, **OTHERS),
     row("MNRL, Qwen3", dense_mnrl, "views", mined, 4, directions=QWEN3, false_negative_margin=0.1, **OWN),
     row("MNRL, data sets", dense_mnrl_of_datasets, "views", of_datasets, 4, directions=ALL),
-    row("MNRL, own negatives", dense_mnrl_of_datasets, "views", mined, 4, in_batch_negatives=False),
+    row("MNRL, own negatives", dense_mnrl_of_datasets, "views", mined, 4, **OWN_KEY),
     row("GIST", dense_gist, "views", with_teacher, 2),
     row("GIST, masked", dense_gist, "views", guided, 3, margin=0.3, margin_strategy="relative"),
     row("ClipDistillation", dense_distillation, "views", with_teacher, 2),

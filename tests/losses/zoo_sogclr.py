@@ -50,19 +50,16 @@ def estimated(a: Tensor, b: Tensor, before: Tensor, t: Tensor, gamma: float, rho
 
 
 def dense_sogclr(
-    a: Tensor, b: Tensor, ids: Tensor, temperature: Any, gamma: float = 0.9, rho: float = 0.0, bimodal: bool = False,
-    normalize: bool = True, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    a, b = (unit(a), unit(b)) if normalize else (a, b)
+    a: Tensor, b: Tensor, ids: Tensor, temperature: Any, gamma: float = 0.9, rho: float = 0.0, bimodal: bool = False
+) -> Tensor:
     log_u = BEFORE[: 1 + bimodal, ids.long()].double().expand(2, -1)
     t = torch.as_tensor(temperature, dtype=a.dtype).expand(2, len(a))
-    losses = estimated(a, b, log_u.exp().where(log_u != 0, 0), t, gamma, rho, bimodal)
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+    return estimated(unit(a), unit(b), log_u.exp().where(log_u != 0, 0), t, gamma, rho, bimodal).mean()
 
 
-def dense_isogclr(a: Tensor, b: Tensor, ids: Tensor, bimodal: bool = False, reduction: str = "mean") -> Tensor:
+def dense_isogclr(a: Tensor, b: Tensor, ids: Tensor, bimodal: bool = False) -> Tensor:
     t = TEMPERATURES[: 1 + bimodal, ids.long()].double().expand(2, -1)
-    return dense_sogclr(a, b, ids, t, rho=0.3, bimodal=bimodal, reduction=reduction)
+    return dense_sogclr(a, b, ids, t, rho=0.3, bimodal=bimodal)
 
 
 def remember(loss: cz.SogCLR) -> None:

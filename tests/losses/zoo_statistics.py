@@ -1,7 +1,6 @@
 """Feature statistics, clusters and teachers for the table of losses under test, each with its paper's dense formula."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Arguments, Entry, itself, roots, row
+from tests.zoo import itself, roots, row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -156,9 +155,7 @@ def dense_dino(student: Tensor, teacher: Tensor, temperature: Any = 0.1, centeri
     return torch.stack([-(t[:, u] * s[:, v]).sum(1).mean() for u, v in pairs]).mean()
 
 
-def dense_ibot(
-    student: Tensor, teacher: Tensor, counts: Tensor, temperature: Any = 0.1, centering: str = "mean"
-) -> Tensor:
+def dense_ibot(student: Tensor, teacher: Tensor, counts: Tensor, temperature: Any, centering: str = "mean") -> Tensor:
     losses = -(of_teacher(teacher, centering) * (student / temperature).log_softmax(1)).sum(1)
     means = [x.mean() for x in losses.split(counts.tolist()) if len(x)]
     return torch.stack([0 * student.sum(), *means]).sum() / len(counts)
@@ -205,14 +202,13 @@ def dense_lejepa(*views: Tensor) -> Tensor:
 def dense_visreg(*views: Tensor) -> Tensor:
     center, n = (views[0] + views[1]) / 2, len(views[0])
     directions = F.normalize(first_numbers(center, WIDTH, 6), dim=0)
-    normal = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, n + 1).to(center) / (n + 1))
+    normal = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, n + 1).to(center) / (n + 1))[:, None]
     loss = torch.zeros(())
     for z in views:
         scale = roots((z - z.mean(0)).square().mean(0))
-        shape = ((z - z.mean(0)) / (scale.detach() + 1e-4) @ directions).sort(dim=0, stable=True).values - normal[
-            :, None
-        ]
-        loss = loss + 2 * (1 - scale).square().mean() + 3 * shape.square().mean() + 4 * z.mean(0).square().mean()
+        projections = (z - z.mean(0)) / (scale.detach() + 1e-4) @ directions
+        shape = F.mse_loss(projections.sort(dim=0, stable=True).values, normal.expand_as(projections))
+        loss = loss + 2 * (1 - scale).square().mean() + 3 * shape + 4 * z.mean(0).square().mean()
     return 0.3 * loss / len(views) + 0.7 * torch.stack([F.mse_loss(z, center) for z in views]).mean()
 
 
@@ -262,25 +258,19 @@ def dense_flops(*views: Tensor, query_weight: float = 1.0, document_weight: floa
     return query_weight * q + document_weight * d
 
 
-SLICES = {"num_slices": 6, "num_points": 5}
-CLUSTERS = {"num_prototypes": PROTOTYPES, "embedding_size": WIDTH}
-OUTPUTS = {"out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7}
-
-
-def clusters(name: str, dense: Callable[..., Tensor], arguments: Arguments, **how: Any) -> Entry:
-    def prepare(loss: cz.SwAV | cz.MSN) -> None:
-        loss.prototypes.data.copy_(fixed_prototypes())
-
-    return row(name, dense, "views", arguments, prepare=prepare, **how, **CLUSTERS)
-
-
-def dino(name: str, **how: Any) -> Entry:
-    def prepare(loss: cz.DINO) -> None:
-        loss.centre.copy_(ramp())
-
-    dense, arguments = (dense_ibot, masked_patches) if name.startswith("IBOT") else (dense_dino, student_and_teacher)
-    return row(name, dense, "views", arguments, prepare=prepare, **how, **OUTPUTS)
-
+COVARIANCE: dict[str, Any] = {
+    "prepare": lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp())), "embedding_size": WIDTH,
+}  # fmt: skip
+TERMS = {"scale_weight": 2.0, "shape_weight": 3.0, "center_weight": 4.0}
+SLICES: dict[str, Any] = {"embedding_size": WIDTH, "num_slices": 6}
+CLUSTERS: dict[str, Any] = {
+    "prepare": lambda loss: loss.prototypes.data.copy_(fixed_prototypes()),
+    "num_prototypes": PROTOTYPES, "embedding_size": WIDTH,
+}  # fmt: skip
+OUTPUTS: dict[str, Any] = {
+    "prepare": lambda loss: loss.centre.copy_(ramp()),
+    "out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7,
+}  # fmt: skip
 
 ENTRIES = [
     row("CyclicConsistency", dense_cyclic_consistency),
@@ -289,36 +279,24 @@ ENTRIES = [
     row("BarlowTwins", dense_barlow_twins),
     row("AlignUniform", dense_align_uniform),
     row("NNCLR", dense_nnclr, "views", predicted, prepare=remember, size=7, embedding_size=WIDTH),
-    row(
-        "LeJEPA, three views", dense_lejepa, "views", widened, 3,
-        embedding_size=WIDTH, lambda_=0.3, **SLICES,
-    ),
-    row(
-        "TiCo", dense_tico, "views", widened,
-        prepare=lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp())), embedding_size=WIDTH,
-    ),
-    row("SIGReg", dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, **SLICES),
-    row(
-        "VISReg, three views", dense_visreg, "views", widened, 3, embedding_size=WIDTH, num_slices=6,
-        lambda_=0.3, scale_weight=2.0, shape_weight=3.0, center_weight=4.0,
-    ),
-    row("RDMReg", dense_rdmreg, "views", widened, embedding_size=WIDTH, num_slices=6, shift=-0.25),
-    *(
-        row(f"RDMReg, p = {p}", dense_rdmreg, "views", widened, embedding_size=WIDTH, num_slices=6, shift=-0.25, p=p)
-        for p in (0.4, 2.0, 3.5)
-    ),
+    row("LeJEPA, three views", dense_lejepa, "views", widened, 3, lambda_=0.3, num_points=5, **SLICES),
+    row("TiCo", dense_tico, "views", widened, **COVARIANCE),
+    row("SIGReg", dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, num_slices=6, num_points=5),
+    row("VISReg, three views", dense_visreg, "views", widened, 3, lambda_=0.3, **TERMS, **SLICES),
+    row("RDMReg", dense_rdmreg, "views", widened, shift=-0.25, **SLICES),
+    *(row(f"RDMReg, p = {p}", dense_rdmreg, "views", widened, shift=-0.25, p=p, **SLICES) for p in (0.4, 2.0, 3.5)),
     row("KoLeo", dense_koleo, "labels", embeddings_alone),
     row("KoLeo, groups", dense_koleo, "labels", embeddings_alone, group_size=3),
     row("OrthogonalRegularization", dense_orthogonal, "labels", embeddings_alone),
     row("NegativeCosine", dense_negative_cosine, kind=NegativeCosineOfViews),
     row("FLOPS", dense_flops, "views", own_negatives, 4, query_weight=0.5),
-    clusters("SwAV", dense_swav, widened),
-    clusters("SwAV, three views", dense_swav, widened, views=3),
-    clusters("MSN", dense_msn, masked_views, entropy_weight=0.5),
-    clusters("MSN, Sinkhorn", dense_msn, masked_views, views=3, entropy_weight=0.5, iterations=3),
-    dino("DINO"),
-    dino("DINO, three views", views=3),
-    dino("DINO, Sinkhorn", views=3, centering="sinkhorn"),
-    dino("IBOT"),
-    dino("IBOT, Sinkhorn", centering="sinkhorn"),
+    row("SwAV", dense_swav, "views", widened, **CLUSTERS),
+    row("SwAV, three views", dense_swav, "views", widened, 3, **CLUSTERS),
+    row("MSN", dense_msn, "views", masked_views, entropy_weight=0.5, **CLUSTERS),
+    row("MSN, Sinkhorn", dense_msn, "views", masked_views, 3, entropy_weight=0.5, iterations=3, **CLUSTERS),
+    row("DINO", dense_dino, "views", student_and_teacher, **OUTPUTS),
+    row("DINO, three views", dense_dino, "views", student_and_teacher, 3, **OUTPUTS),
+    row("DINO, Sinkhorn", dense_dino, "views", student_and_teacher, 3, centering="sinkhorn", **OUTPUTS),
+    row("IBOT", dense_ibot, "views", masked_patches, **OUTPUTS),
+    row("IBOT, Sinkhorn", dense_ibot, "views", masked_patches, centering="sinkhorn", **OUTPUTS),
 ]  # fmt: skip

@@ -69,19 +69,15 @@ def dense_cos_face(z: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(64 * (cosines(z)[..., 0] - 0.35 * _one_hot(labels)), labels)
 
 
-def dense_arc_face(
-    z: Tensor, labels: Tensor, sub_centers: int = 1, margin: float = 0.5, label_smoothing: float = 0.0
-) -> Tensor:
+def dense_arc_face(z: Tensor, labels: Tensor, sub_centers: int = 1, label_smoothing: float = 0.0) -> Tensor:
     s, target = cosines(z, sub_centers).amax(2), labels[:, None]
     own = s.gather(1, target)
     angle = own.acos()
-    moved = (angle + margin).cos().where(angle <= torch.pi - margin, own - margin * math.sin(margin))
+    moved = (angle + 0.5).cos().where(angle <= torch.pi - 0.5, own - 0.5 * math.sin(0.5))
     return F.cross_entropy(64 * s.scatter(1, target, moved), labels, label_smoothing=label_smoothing)
 
 
-def dense_curricular_face(
-    z: Tensor, labels: Tensor, sub_centers: int = 1, label_smoothing: float = 0.0, reduction: str = "mean"
-) -> Tensor:
+def dense_curricular_face(z: Tensor, labels: Tensor, sub_centers: int = 1, label_smoothing: float = 0.0) -> Tensor:
     """As the authors' code, after a past whose mean cosine is 0.25."""
     s, target = cosines(z, sub_centers).amax(2), labels[:, None]
     own = s.gather(1, target)
@@ -89,21 +85,19 @@ def dense_curricular_face(
     moved = (own.acos() + 0.5).cos()
     harder = s.where(s <= moved, s * (t + s))
     moved = moved.where(own > math.cos(math.pi - 0.5), own - math.sin(math.pi - 0.5) * 0.5)
-    logits = 64 * harder.scatter(1, target, moved)
-    return F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction=reduction)
+    return F.cross_entropy(64 * harder.scatter(1, target, moved), labels, label_smoothing=label_smoothing)
 
 
-def dense_mag_face(z: Tensor, labels: Tensor, norm_weight: float = 35.0, reduction: str = "mean") -> Tensor:
+def dense_mag_face(z: Tensor, labels: Tensor, norm_weight: float = 35.0) -> Tensor:
     s, target, norms = cosines(z)[..., 0], labels[:, None], z.norm(dim=1).clamp(0.7, 1.5)
     own, margin = s.gather(1, target), (0.45 + (0.8 - 0.45) / (1.5 - 0.7) * (norms - 0.7))[:, None]
     moved = (own.acos() + margin).cos()
     moved = moved.where(own > (math.pi - margin).cos(), own - (math.pi - margin).sin() * margin)
     losses = F.cross_entropy(64 * s.scatter(1, target, moved), labels, reduction="none")
-    losses = losses + norm_weight * (norms / 1.5**2 + 1 / norms)
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+    return (losses + norm_weight * (norms / 1.5**2 + 1 / norms)).mean()
 
 
-def dense_ada_face(z: Tensor, labels: Tensor, margin: float = 0.4, reduction: str = "mean") -> Tensor:
+def dense_ada_face(z: Tensor, labels: Tensor, margin: float = 0.4) -> Tensor:
     """As the authors' code, after a past in which norms were 2 ± 0.5."""
     s, target, norms = cosines(z)[..., 0], labels[:, None], z.norm(dim=1).clamp(0.001, 100).detach()
     own, deviation = s.gather(1, target).clamp(-0.999, 0.999), norms.std() if len(norms) > 1 else 0.0
@@ -111,25 +105,22 @@ def dense_ada_face(z: Tensor, labels: Tensor, margin: float = 0.4, reduction: st
     scaler = (0.333 * (norms - mean) / (deviation + 1e-3)).clamp(-1, 1)[:, None]
     angle = (own.acos() - margin * scaler).clamp(1e-3, math.pi - 1e-3)
     moved = angle.cos() - (margin + margin * scaler)
-    return F.cross_entropy(64 * s.scatter(1, target, moved), labels, reduction=reduction)
+    return F.cross_entropy(64 * s.scatter(1, target, moved), labels)
 
 
-def dense_center_loss(z: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    losses = (z - fixed_weights()[labels]).square().sum(1) / 2
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+def dense_center_loss(z: Tensor, labels: Tensor) -> Tensor:
+    return (z - fixed_weights()[labels]).square().sum(1).mean() / 2
 
 
-def dense_bal_scl(z: Tensor, labels: Tensor, temperature: Any = 0.1, reduction: str = "mean") -> Tensor:
+def dense_bal_scl(z: Tensor, labels: Tensor, temperature: Any = 0.1) -> Tensor:
     """Anchor by anchor and class by class."""
     z, w, losses = F.normalize(z, dim=1), F.normalize(fixed_weights(), dim=1), []
     for i, own in enumerate(labels.tolist()):
         others = torch.arange(len(z)) != i
         logits = [torch.cat([z[others & (labels == j)], w[j, None]]) @ z[i] / temperature for j in range(CLASSES)]
-        losses.append(
-            torch.stack([x.logsumexp(0) - math.log(len(x)) for x in logits]).logsumexp(0) - logits[own].mean()
-        )
-    stacked = torch.stack(losses)
-    return stacked if reduction == "none" else stacked.sum() if reduction == "sum" else stacked.mean()
+        log_means = torch.stack([x.logsumexp(0) - math.log(len(x)) for x in logits])
+        losses.append(log_means.logsumexp(0) - logits[own].mean())
+    return torch.stack(losses).mean()
 
 
 def classified(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -146,7 +137,7 @@ def with_keys(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
 
 def dense_paco(
     z: Tensor, labels: Tensor, logits: Tensor, keys: Tensor | None = None, key_labels: Tensor | None = None,
-    *, temperature: Any = 0.2, alpha: float = 0.05, label_smoothing: float = 0.0, reduction: str = "mean",
+    *, temperature: Any = 0.2, alpha: float = 0.05, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """As the authors' code: one softmax over classes and samples, with a weight for each of its targets."""
     z, itself = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
@@ -158,8 +149,7 @@ def dense_paco(
     log_shares = torch.cat([logits, s], 1).log_softmax(1)
     targets = (1 - label_smoothing) * _one_hot(labels) + label_smoothing / CLASSES
     weights = torch.cat([targets, alpha * ((labels[:, None] == ids) & ~itself).double()], 1)
-    losses = -(weights * log_shares.where(weights > 0, 0)).sum(1) / weights.sum(1)
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+    return -((weights * log_shares.where(weights > 0, 0)).sum(1) / weights.sum(1)).mean()
 
 
 def dense_soft_triple(z: Tensor, labels: Tensor, tau: float = 0.2, label_smoothing: float = 0.0) -> Tensor:
@@ -194,6 +184,7 @@ def of_classes(name: str, dense: Callable[..., Tensor], **fixed: Any) -> Entry:
     return row(name, dense, "labels", padded, prepare=prepare, num_classes=CLASSES, embedding_size=WIDTH, **fixed)
 
 
+SMOOTHED, SUB_CENTERS = {"label_smoothing": 0.2}, {"sub_centers": 3}
 ENTRIES = [
     of_classes("NormalizedSoftmax", dense_normalized_softmax),
     of_classes("ProxyNCA", dense_proxy_nca),
@@ -201,11 +192,9 @@ ENTRIES = [
     of_classes("CosFace, a part of the classes", dense_partial_fc, sample_rate=0.45, label_smoothing=0.2),
     of_classes("CosFace, those of the labels", dense_partial_fc, sample_rate=0.02),
     of_classes("ArcFace", dense_arc_face),
-    of_classes("ArcFace, smoothed sub-centers", dense_arc_face, sub_centers=3, label_smoothing=0.2),
+    of_classes("ArcFace, smoothed sub-centers", dense_arc_face, **SUB_CENTERS, **SMOOTHED),
     of_classes("CurricularFace", dense_curricular_face, momentum=0.8),
-    of_classes(
-        "CurricularFace, smoothed sub-centers", dense_curricular_face, momentum=0.8, sub_centers=3, label_smoothing=0.2
-    ),
+    of_classes("CurricularFace, smoothed sub-centers", dense_curricular_face, momentum=0.8, **SUB_CENTERS, **SMOOTHED),
     of_classes("MagFace", dense_mag_face, low_norm=0.7, high_norm=1.5),
     of_classes("AdaFace", dense_ada_face, momentum=0.7),
     of_classes("CenterLoss", dense_center_loss),
@@ -213,10 +202,8 @@ ENTRIES = [
     row("PaCo", dense_paco, "labels", classified),
     row("PaCo, keys", dense_paco, "labels", with_keys, alpha=0.5, label_smoothing=0.2),
     of_classes("SoftTriple", dense_soft_triple, sub_centers=3),
-    of_classes("SoftTriple, smoothed", dense_soft_triple, sub_centers=3, label_smoothing=0.2),
+    of_classes("SoftTriple, smoothed", dense_soft_triple, **SUB_CENTERS, **SMOOTHED),
     of_classes("ProxyAnchor", dense_proxy_anchor),
     of_classes("LargeMarginSoftmax", dense_large_margin),
-    of_classes(
-        "LargeMarginSoftmax, smoothed", dense_large_margin, margin=3, normalize_weights=True, label_smoothing=0.2
-    ),
+    of_classes("LargeMarginSoftmax, smoothed", dense_large_margin, margin=3, normalize_weights=True, **SMOOTHED),
 ]
