@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.interpreter import python
 
 pytestmark = pytest.mark.kernels
 
@@ -19,18 +18,6 @@ SHARED = {80: 99 * 1024, 90: 227 * 1024}
 MATRIX = {80: "mma", 90: "wgmma"}
 
 
-def table(chip: int, dtype: str, precision: str, *inner: str) -> list[dict[str, Any]]:
-    here = Path(__file__)
-    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(here.parents[2])])  # of another Triton
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
-    run = subprocess.run(
-        [sys.executable, here.with_name("ahead_of_time.py"), str(chip), dtype, precision, *inner],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
-
-
 EVERY = bool(os.environ.get("ALL_DTYPES"))
 DTYPES = [("bfloat16", "tf32"), ("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee")]
 CASES = [(chip, *of) for chip in (90, 80) for of in DTYPES][: None if EVERY else 1]
@@ -38,8 +25,12 @@ CASES = [(chip, *of) for chip in (90, 80) for of in DTYPES][: None if EVERY else
 
 
 @pytest.mark.parametrize(("chip", "dtype", "precision"), CASES)
-def test_kernels_fit_the_chip(chip: int, dtype: str, precision: str) -> None:
-    rows = table(chip, dtype, precision, *([] if EVERY else ["inner"]))
+def test_kernels_fit_the_chip(chip: int, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    program = str(Path(__file__).with_name("ahead_of_time.py"))
+    run = python(program, str(chip), dtype, precision, *([] if EVERY else ["inner"]), timeout=900)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = json.loads(run.stdout)
     if dtype == "bfloat16":
         assert len(rows) == (5 if chip == 80 else 8 if EVERY else 3)
     for row in rows:

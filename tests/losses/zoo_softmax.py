@@ -199,10 +199,10 @@ def dense_dcl(a: Tensor, b: Tensor, temperature: Any, sigma: float | None = None
     a, b, n, losses = unit(a), unit(b), len(a), []
     paired = (a * b).sum(1)
     attraction = (paired.detach() / sigma).exp() if sigma else torch.ones_like(paired)
-    pull = (2 - attraction / attraction.mean()) * paired / temperature
+    weighted = (2 - attraction / attraction.mean()) * paired / temperature
     for x, y in ((a, b), (b, a)) if n > 1 else ():
         sums = [(x @ z.T / temperature)[~itself(x)].view(n, -1).logsumexp(1) for z in (x, y)]
-        losses.append(torch.logaddexp(*sums) - pull)
+        losses.append(torch.logaddexp(*sums) - weighted)
     return torch.stack(losses).mean() if losses else 0 * (a + b).sum()
 
 
