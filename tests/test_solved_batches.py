@@ -228,45 +228,7 @@ def test_ranks_keep_the_same_digits(ring: bool, always: bool, worlds: Worlds) ->
             assert relative_error(of_ranks, exact.view_as(of_ranks)) <= 2 * GOAL, (name, noise)
 
 
-def users(name: str, value: Any) -> list[Any]:
-    loaded = [x for name, x in sys.modules.items() if name.startswith("contrastive_zoo.")]
-    return [x for x in loaded if vars(x).get(name) is value]
-
-
-BY_HAND = ("NTXent", "InfoNCE", "CLIP")
-"""Losses whose small batches have a path of their own, without the formula."""
-
-
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        pair
-        for pair in drawn(LOSSES, ["tiled", "small", "dense"], one_in=3)
-        if pair[1] != "small" or pair[0] not in BY_HAND
-    ],
-)
-def test_a_subtraction_is_caught(name: str, where: str) -> None:
-    with ExitStack() as stack:
-        for module in users("cross_entropy", softmax_arithmetic.cross_entropy):
-            stack.enter_context(patch.object(module, "cross_entropy", lambda x, others: torch.logaddexp(others, x) - x))
-        stack.enter_context(path(where))
-        assert errors(name, 256, 0.01, 0.3)[0] > 100 * GOAL
-
-
-@pytest.mark.parametrize("where", ["tiled", "small", "dense"])
-def test_a_sum_with_the_only_positive_is_caught(where: str) -> None:
-    """SupCon's former formula: the dot product with the sum of the class is rounded otherwise than the logit in the sum."""
-    with ExitStack() as stack:
-        for module in users("only_positives", anchor_block.only_positives):
-            stack.enter_context(patch.object(module, "only_positives", lambda *_: None))
-        stack.enter_context(path(where))
-        assert errors("SupCon", 256, 0.01, 0.3)[0] > 100 * GOAL
-
-
-softmaxes = small_batch.softmaxes
-
-
-def softmaxes_with_the_positive(logits: Tensor, comparison: Any) -> Any:
+def softmaxes_with_the_positive(logits: Tensor, comparison: Any, softmaxes: Any = small_batch.softmaxes) -> Any:
     losses, weights = softmaxes(logits, comparison)
 
     def rounded_weights() -> Tensor:
@@ -278,7 +240,27 @@ def softmaxes_with_the_positive(logits: Tensor, comparison: Any) -> Any:
     return losses, rounded_weights
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_subtraction_in_the_small_batch_path_is_caught(name: str) -> None:
-    with path("small"), patch.object(small_batch, "softmaxes", softmaxes_with_the_positive):
+BY_HAND = ("NTXent", "InfoNCE", "CLIP")
+"""Losses whose small batches have a path of their own, without the formula."""
+PLACES = "tiled", "small", "dense"
+SUBTRACTED = [pair for pair in drawn(LOSSES, PLACES, one_in=3) if pair[1] != "small" or pair[0] not in BY_HAND]
+MUTANTS: list[tuple[Callable[..., Any], Callable[..., Any], str, str]] = [
+    *(
+        (softmax_arithmetic.cross_entropy, lambda x, others: torch.logaddexp(others, x) - x, *pair)
+        for pair in SUBTRACTED
+    ),
+    # its former formula: the dot product with the sum of the class is rounded otherwise than the logit in the sum
+    *((anchor_block.only_positives, lambda *_: None, "SupCon", where) for where in PLACES),
+    *((small_batch.softmaxes, softmaxes_with_the_positive, name, "small") for name in BY_HAND),
+]
+
+
+@pytest.mark.parametrize(("function", "mutant", "name", "where"), MUTANTS)
+def test_a_subtraction_is_caught(function: Any, mutant: Callable[..., Any], name: str, where: str) -> None:
+    loaded = [x for name, x in sys.modules.items() if name.startswith("contrastive_zoo.")]
+    with ExitStack() as stack:
+        for module in loaded:
+            if vars(module).get(function.__name__) is function:
+                stack.enter_context(patch.object(module, function.__name__, mutant))
+        stack.enter_context(path(where))
         assert errors(name, 256, 0.01, 0.3)[0] > 100 * GOAL

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,7 +54,7 @@ def trainers() -> dict[str, Any]:
         def get_train_dataloader(self) -> Any:
             """Return this rank's part of each batch, uneven or empty. The Trainer's own loader needs ``drop_last``."""
             loader = loader_of(self.args.gradient_accumulation_steps, self.args.process_index, self.args.world_size)
-            collate, loader.set_epoch = loader.collate_fn, loader.batch_sampler.set_epoch
+            collate = loader.collate_fn
             loader.collate_fn = lambda batch: dict(zip(("input", "labels"), collate(batch), strict=True))
             return loader
 
@@ -95,10 +96,10 @@ def trainer_of(setup: Setup, **settings: Any) -> tuple[Any, list[nn.Parameter]]:
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=10, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
-        max_grad_norm=0.0, use_cpu=True, dataloader_pin_memory=False, report_to=[], disable_tqdm=True,
-        ddp_find_unused_parameters=False, gradient_accumulation_steps=setup.steps,
-        average_tokens_across_devices=setup.average, **settings,
+        max_steps=10, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, use_cpu=True,
+        dataloader_pin_memory=False, report_to=[], disable_tqdm=True, ddp_find_unused_parameters=False,
+        gradient_accumulation_steps=setup.steps, average_tokens_across_devices=setup.average,
+        **{"output_dir": tempfile.mkdtemp(), **settings},
     )  # fmt: skip
     model: nn.Module = EncoderWithLoss() if setup.in_model else make_encoder()
     loss_fn = None if setup.in_model else OutputLoss()
@@ -108,9 +109,11 @@ def trainer_of(setup: Setup, **settings: Any) -> tuple[Any, list[nn.Parameter]]:
     return trainers()[setup.kind](model, arguments, compute_loss_func=loss_fn, optimizers=optimizers), trained
 
 
-def train(setup: Setup) -> list[nn.Parameter]:
-    trainer, trained = trainer_of(setup)
-    trainer.train()
+def train(setup: Setup, checkpoint: str | None = None, **settings: Any) -> list[nn.Parameter]:
+    trainer, trained = trainer_of(setup, **settings)
+    for x in trained if checkpoint else ():
+        nn.init.zeros_(x)
+    trainer.train(resume_from_checkpoint=checkpoint)
     return trained
 
 
@@ -129,7 +132,7 @@ def one_process(steps: int) -> tuple[list[Tensor], list[nn.Parameter]]:
     return before, trained
 
 
-def deviation(setup: Setup) -> float:
+def deviation(setup: Setup, *checkpoint: str, **settings: Any) -> float:
     """Return the largest distance of a parameter to that of one process, relative to the distance that it was moved."""
     as_torchrun()
     before, after = one_process(setup.steps)
@@ -137,7 +140,7 @@ def deviation(setup: Setup) -> float:
     def norms(x: Iterable[Tensor], y: Iterable[Tensor]) -> Tensor:
         return torch.stack([(a - b).norm() for a, b in zip(x, y, strict=True)])
 
-    return (norms(train(setup), after) / norms(before, after)).max().item()
+    return (norms(train(setup, *checkpoint, **settings), after) / norms(before, after)).max().item()
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +162,14 @@ DRAWN += [Setup(False, steps, average, "mixin and a compute_loss") for steps, av
 )
 def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, own: Worlds) -> None:
     assert max(own.run(2, deviation, setup)) <= 1e-9
+
+
+@pytest.mark.trainers
+def test_a_resumed_training_passes_on_the_other_batches(own: Worlds, tmp_path: Path) -> None:
+    """The checkpoint is within the second epoch; a training that did not load it would begin with parameters of 0."""
+    how: dict[str, Any] = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 7}
+    for checkpoint in ([], [f"{tmp_path}/checkpoint-7"]):
+        assert max(own.run(2, deviation, Setup(), *checkpoint, **how)) <= 1e-9
 
 
 # The mistake of a Trainer without the mixin, and the name that the audit has for it

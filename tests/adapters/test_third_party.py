@@ -59,28 +59,20 @@ RECIPES: list[tuple[str, Make, Make, Call]] = [
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "third-party-losses.md"
 
 
-def percent(found: Tensor, expected: Tensor) -> str:
-    return f"{100 * (found - expected).norm() / expected.norm():.0f} %"
+def percent(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    x, y = (torch.cat([z.double().flatten() for z in of.values()]) for of in (found, expected))
+    return f"{100 * (x - y).norm() / y.norm():.0f} %"
 
 
 def row(name: str, make: Make, call: Call, worlds: Worlds) -> str:
     """Return what the page states for two processes with two and six samples: value (mean over ranks), gradients, state."""
     on = Trial(Case(make, call), GlobalBatch((2, 6), d=2, seed=3), worlds)
-    alone, by_rank = on.on_one_process(), on.on_ranks()
-
-    def flat(found: dict[str, Tensor]) -> Tensor:
-        return torch.cat([x.double().flatten() for x in found.values()])
-
-    cells = [percent(torch.tensor(sum(x.value for x in by_rank) / 2), torch.tensor(alone.value))]
-    cells.append(percent(flat(on.reduced("encoder")), flat(alone.encoder)))
-    cells.append(percent(flat(on.reduced("parameters")), flat(alone.parameters)) if alone.parameters else "–")
-    cells.append(
-        "–"
-        if not alone.state
-        else "the same"
-        if torch.equal(flat(by_rank[0].state), flat(by_rank[1].state))
-        else "differs"
-    )
+    alone, (first, second) = on.on_one_process(), on.on_ranks()
+    value, expected = torch.tensor((first.value + second.value) / 2), torch.tensor(alone.value)
+    cells = [percent({"": value}, {"": expected}), percent(on.reduced("encoder"), alone.encoder)]
+    cells.append(percent(on.reduced("parameters"), alone.parameters) if alone.parameters else "–")
+    is_same = all(torch.equal(x, second.state[key]) for key, x in first.state.items())
+    cells.append(("the same" if is_same else "differs") if alone.state else "–")
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -92,61 +84,37 @@ def test_the_page_states_the_measured_errors(name: str, before: Make, after: Mak
 
 
 wrap, mining = cz.DistributedLoss, cz.data.DistributedMiner
-LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
-
-
-def triplets() -> Any:
-    return losses.TripletMarginLoss(0.5)
-
-
+triplets, contrastive, hardest = losses.TripletMarginLoss(), losses.ContrastiveLoss(), miners.BatchHardMiner()
+several, theirs, their_mining = losses.MultipleLosses, DistributedLossWrapper, DistributedMinerWrapper
+queue = losses.CrossBatchMemory(contrastive, 4)
+queue.loss = wrap(contrastive)
 # it moved
 OF_VERSION_3 = type("DistributedLossWrapper", (nn.Module,), {"__module__": "pytorch_metric_learning.distributed"})
+REFUSED: dict[str, Callable[[], Any]] = {
+    r"loss\.losses\.1 is a DistributedLoss": lambda: wrap(several([triplets, wrap(contrastive)])),
+    r"loss\.losses\.a is a DistributedLossWrapper": lambda: wrap(several({"a": theirs(triplets)})),
+    r"loss\.miners\.0 is a DistributedMiner.*the bare miner": lambda: wrap(several([triplets], [mining(hardest)])),
+    r"loss\.loss is a DistributedLoss": lambda: wrap(queue),
+    "loss is a DistributedLossWrapper": lambda: wrap(theirs(triplets)),
+    r"loss is a DistributedLossWrapper\b": lambda: wrap(OF_VERSION_3()),
+    "miner is a DistributedMinerWrapper.*the bare miner": lambda: wrap(triplets, miner=their_mining(hardest)),
+    "miner is a DistributedMiner": lambda: wrap(triplets, miner=mining(hardest)),
+    "a miner is an instance, got the class BatchHardMiner": lambda: wrap(triplets, miner=miners.BatchHardMiner),
+}
 
 
-def distributed() -> Any:
-    return wrap(losses.ContrastiveLoss())
-
-
-REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: wrap(losses.MultipleLosses([triplets(), distributed()])), r"loss\.losses\.1 is a DistributedLoss"),
-    (
-        lambda: wrap(losses.MultipleLosses({"a": DistributedLossWrapper(triplets())})),
-        r"loss\.losses\.a is a DistributedLossWrapper",
-    ),
-    (
-        lambda: wrap(losses.MultipleLosses([triplets()], [mining(miners.BatchHardMiner())])),
-        r"loss\.miners\.0 is a DistributedMiner.*the bare miner",
-    ),
-    (lambda: wrap(_queue(distributed())), r"loss\.loss is a DistributedLoss"),
-    (lambda: wrap(DistributedLossWrapper(triplets())), "loss is a DistributedLossWrapper"),
-    (lambda: wrap(OF_VERSION_3()), "loss is a DistributedLossWrapper"),
-    (
-        lambda: wrap(triplets(), miner=DistributedMinerWrapper(miners.BatchHardMiner())),
-        "miner is a DistributedMinerWrapper.*the bare miner",
-    ),
-    (lambda: wrap(triplets(), miner=mining(miners.BatchHardMiner())), "miner is a DistributedMiner"),
-    (lambda: wrap(triplets(), miner=miners.BatchHardMiner), "a miner is an instance, got the class BatchHardMiner"),
-]
-
-
-def _queue(inner: Any) -> Any:
-    queue = losses.CrossBatchMemory(losses.ContrastiveLoss(), 4)
-    queue.loss = inner
-    return queue
-
-
-@pytest.mark.parametrize(("make", "words"), REFUSED)
-def test_a_wrapper_is_refused_with_its_place(make: Callable[[], Any], words: str) -> None:
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_wrapper_is_refused_with_its_place(words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make()
+        REFUSED[words]()
 
 
-@pytest.mark.parametrize("make", [distributed, lambda: DistributedLossWrapper(losses.ContrastiveLoss())])
-def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(make: Callable[[], Any], worlds: Worlds) -> None:
+@pytest.mark.parametrize("wrapper", [wrap, theirs])
+def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(wrapper: Any, worlds: Worlds) -> None:
     def inside() -> Any:
         if dist.get_world_size() == 1:
             return wrap(losses.ContrastiveLoss(), miner=miners.BatchHardMiner())
-        inner, miner = make(), DistributedMinerWrapper(miners.BatchHardMiner())
+        inner, miner = wrapper(losses.ContrastiveLoss()), their_mining(miners.BatchHardMiner())
         return wrap(lambda z, labels, indices_tuple: inner(z, labels, indices_tuple), miner=lambda *rows: miner(*rows))
 
     trial = Trial(Case(inside), GlobalBatch((3, 5), d=4, seed=0), worlds)
@@ -158,7 +126,7 @@ def test_a_bound_method_of_a_trainer_is_no_inner_wrapper() -> None:
     class Trainer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = wrap(triplets())
+            self.first = wrap(triplets)
             self.second = wrap(self.of_rows)
             self.third = wrap(lambda z, labels: self.of_rows(z, labels))
 

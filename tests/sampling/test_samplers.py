@@ -15,15 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_zoo as cz
-from contrastive_zoo.data import (
-    CollateEmptyBatches,
-    GlobalBatchSampler,
-    MPerClassBatchSampler,
-    NoDuplicatesBatchSampler,
-    OneDatasetBatchSampler,
-    TokenBatchSampler,
-    token_chunks,
-)
+from contrastive_zoo.data import GlobalBatchSampler, MPerClassBatchSampler, OneDatasetBatchSampler, token_chunks
+from contrastive_zoo.testing.auditing.records import listed
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error
 
@@ -47,7 +40,7 @@ def test_a_loaded_step_belongs_to_its_epoch() -> None:
 def test_workers_and_batches_without_samples() -> None:
     data = TensorDataset(torch.arange(5), torch.randn(5, 3))
     sampler = GlobalBatchSampler(5, batch_size=4, process_group=cz.World(2, 3))
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, collate_fn=CollateEmptyBatches(data[0]))
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, collate_fn=cz.data.CollateEmptyBatches(data[0]))
     shapes = [(list(index.shape), list(x.shape), index.dtype) for index, x in loader]
     assert shapes == [([1], [1, 3], torch.int64), ([0], [0, 3], torch.int64)]
 
@@ -59,6 +52,31 @@ def test_a_long_tail_makes_the_last_batches_small_and_is_warned_of() -> None:
     assert [len({labels[x] for x in batch}) for batch in sampler] == [4] * 20 + [1] * 130
     MPerClassBatchSampler(labels, m=8, classes_per_batch=4, process_group=cz.World(1, 2))  # rank 0 says it
     MPerClassBatchSampler(LABELS, m=2, classes_per_batch=3, process_group=ONE_PROCESS)  # the last batch has fewer
+
+
+def test_an_audit_lists_the_batches_of_a_sampler() -> None:
+    (epoch,) = listed([DataLoader(range(9), batch_sampler=(sampler := GlobalBatchSampler(9, batch_size=4, seed=1)))])
+    assert epoch.batches == [*sampler]
+    assert (epoch.complete, epoch.sampler, epoch.shuffles, epoch.seed) == (True, "GlobalBatchSampler", True, 1)
+
+
+def split_again(rank: int) -> list[int]:
+    from accelerate.data_loader import prepare_data_loader
+
+    sampler = GlobalBatchSampler(24, batch_size=6, process_group=cz.World(rank, 2))
+    loader: Any = DataLoader(range(24), batch_sampler=sampler)  # type: ignore[arg-type]  # it has a length and items
+    return [int(x) for batch in prepare_data_loader(loader, num_processes=2, process_index=rank) for x in batch]
+
+
+@pytest.mark.trainers
+def test_a_trainer_that_would_split_each_part_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"GlobalBatchSampler: the trainer asks for drop_last, .* num_processes=1"):
+            split_again(rank)
+    assert GlobalBatchSampler(24, batch_size=6, process_group=cz.World()).drop_last is False
+    monkeypatch.setattr(cz.data.BaseBatchSampler, "drop_last", False)
+    assert len(split_again(0) + split_again(1)) < 24
 
 
 def test_batches_mix_classes() -> None:
@@ -101,11 +119,10 @@ def test_an_empty_batch_has_the_structure_of_the_others() -> None:
 
     pair = namedtuple("pair", "x y")
     example = {"views": [torch.ones(2), torch.ones(3)], "pair": pair(1, 2.0), "name": "a", "array": np.ones((2, 2))}
-    collate = CollateEmptyBatches(example)
+    collate = cz.data.CollateEmptyBatches(example)
     full, empty = collate([example, example]), collate([])
-    assert torch.utils._pytree.tree_structure({**full, "name": 0}) == torch.utils._pytree.tree_structure(
-        {**empty, "name": 0}
-    )
+    structures = [torch.utils._pytree.tree_structure({**x, "name": 0}) for x in (full, empty)]
+    assert structures[0] == structures[1]
     assert [list(x.shape) for x in empty["views"]] == [[0, 2], [0, 3]]
     assert (empty["pair"].x.dtype, empty["pair"].y.dtype) == (torch.int64, torch.float64)
     assert empty["name"] == []
@@ -123,27 +140,24 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(MPerClassBatchSampler, ["a", "a", "b"], m=2, classes_per_batch=1), r"1 of 2 classes have one .*'b'"),
     (partial(MPerClassBatchSampler, LABELS, m=2, classes_per_batch=2, singletons="no"), "one of 'raise', 'keep'"),
     (partial(MPerClassBatchSampler, np.ones((3, 2)), m=2, classes_per_batch=1), r"\[n\], got shape \[3, 2\]"),
-    (partial(NoDuplicatesBatchSampler, batch_size=2), r"equal lengths of at least 1, got lengths \[\]"),
-    (partial(NoDuplicatesBatchSampler, [1, 2], [1], batch_size=2), r"got lengths \[2, 1\]"),
-    (
-        partial(token_chunks, [3, 9], 8),
-        "at most chunk_tokens=8 tokens, got 9 for sample 1. Cut longer samples, or raise",
-    ),
+    (partial(cz.data.NoDuplicatesBatchSampler, batch_size=2), r"equal lengths of at least 1, got lengths \[\]"),
+    (partial(cz.data.NoDuplicatesBatchSampler, [1, 2], [1], batch_size=2), r"got lengths \[2, 1\]"),
+    (partial(token_chunks, [3, 9], 8), "at most chunk_tokens=8 tokens, got 9 for sample 1. Cut longer samples, or"),
     (partial(token_chunks, [3, 0], 8), "at least 1 token, got 0 for sample 1"),
     (partial(token_chunks, [0.5], 8), r"lengths are integers \[n\], got float64 \[1\]"),
     (partial(token_chunks, [[1], [2, 3]], 8), r"lengths are integers \[n\] on the CPU, got \[\[1\], \[2, 3\]\]"),
     (partial(token_chunks, [1], 0), r"chunk_tokens is an integer in 1 … 2\*\*60, got 0"),
-    (partial(TokenBatchSampler, [], chunk_tokens=8, chunks_per_batch=1), "lengths are one per sample, got none"),
+    (
+        partial(cz.data.TokenBatchSampler, [], chunk_tokens=8, chunks_per_batch=1),
+        "lengths are one per sample, got none",
+    ),
     (partial(GlobalBatchSampler, 9, batch_size=2, drop_last="yes"), "drop_last is True or False, got 'yes'"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], drop_last=True), "Pass it to the samplers"),
     (partial(OneDatasetBatchSampler, [], sizes=[]), r"one batch sampler for each data set, got \[\]"),
     (partial(OneDatasetBatchSampler, [[[0]]], sizes=[1]), r"batch samplers of contrastive_zoo\.data, got \[\[0\]\]"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9, 9]), r"one integer for each of the 1 samplers, got \[9, 9\]"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], temperature=0.5), r"of at least 1, got 0\.5"),
-    (
-        lambda: list(OneDatasetBatchSampler([NINE], sizes=[8])),
-        "data set 0 are between 0 and 7, got 0 … 8. Pass the sizes",
-    ),
+    (lambda: [*OneDatasetBatchSampler([NINE], sizes=[8])], "set 0 are between 0 and 7, got 0 … 8. Pass the sizes"),
 ]
 
 
@@ -160,9 +174,7 @@ def test_bad_positions_change_nothing() -> None:
     )
     sampler.load_state_dict({"epoch": 2, "step": 1})
     states: list[tuple[Any, str]] = [
-        (None, "GlobalBatchSampler: "),
-        ([], "GlobalBatchSampler: "),
-        ("x", "GlobalBatchSampler: "),
+        *((state, "GlobalBatchSampler: ") for state in (None, [], "x")),
         ({"epoch": 1}, r"a position has an epoch and a step, got \['epoch'\]"),
         ({"epoch": -1, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got -1"),
         ({"epoch": 2**65, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got 36893488147419103232"),
@@ -185,13 +197,8 @@ def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
         m, seed = 1 if bad and what == "m" else 2, int(bad and what == "seed")
         return MPerClassBatchSampler(labels, m=m, classes_per_batch=2, seed=seed)
 
-    def good() -> list[list[int]]:
-        return list(differ(""))
-
+    alone = MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ONE_PROCESS)
     for what, says in (("labels", "labels"), ("seed", "seed"), ("m", "at least 2, got 1")):
-        text, found = common_error(worlds, 3, partial(differ, what), good)
+        text, found = common_error(worlds, 3, partial(differ, what), lambda: [*differ("")])
         assert says in text
-        parts = zip(*found, strict=True)
-        assert [list(chain.from_iterable(x)) for x in parts] == list(
-            MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ONE_PROCESS)
-        )
+        assert [list(chain.from_iterable(parts)) for parts in zip(*found, strict=True)] == [*alone]
