@@ -6,7 +6,6 @@ ranks' numbers of samples. Values and gradients mean nothing; what a rank sends 
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -38,12 +37,19 @@ def counted(
 ) -> Step:
     """Return what the last of some steps takes, a call and its backward pass; memory is counted beside the arguments."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(sizes))
+    one, start = OneRank(sizes), World.start
+
+    def recorded(world: World, message: str, *args: Any, **named: Any) -> Any:
+        if world.size > 1:
+            one.messages.append((message, backward_pass() != -1))
+        return start(world, message, *args, **named)
+
     try:
-        one = OneRank(sizes)
-        for _ in range(steps):
-            one.reset(args)
-            with one:
-                loss(*args).sum().backward()
+        with patch.object(World, "start", recorded), patch.object(handshake, "exchange_headers", one.exchange_headers):
+            for _ in range(steps):
+                one.reset(args)
+                with one:
+                    loss(*args).sum().backward()
     finally:
         dist.destroy_process_group()
     return one.step
@@ -59,7 +65,6 @@ class OneRank(TorchDispatchMode):
         super().__init__()
         self.sizes, self.rank = sizes, dist.get_rank()
         self._last_sent: Any = np.empty(0)
-        self._patches = ExitStack()
         self.reset(())
 
     def reset(self, known: Iterable[Tensor]) -> None:
@@ -74,24 +79,7 @@ class OneRank(TorchDispatchMode):
     def step(self) -> Step:
         return Step(len(self.messages), sum(y for _, y in self.messages), self.sent, self.flop, self.peak)
 
-    def __enter__(self) -> "OneRank":
-        start = World.start
-
-        def recorded(of: World, message: str, *args: Any, **named: Any) -> Any:
-            if of.size > 1:
-                self.messages.append((message, backward_pass() != -1))
-            return start(of, message, *args, **named)
-
-        self._patches.enter_context(patch.object(World, "start", recorded))
-        self._patches.enter_context(patch.object(handshake, "exchange_headers", self._exchange_headers))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patches.close()
-
-    def _exchange_headers(self, *args: Any) -> Any:
+    def exchange_headers(self, *args: Any) -> Any:
         headers, payload = exchange_headers(*args)
         return [self._of_rank(rank, header) for rank, header in enumerate(headers)], payload
 

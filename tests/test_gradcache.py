@@ -250,6 +250,14 @@ def test_an_output_or_an_encoder_may_have_no_gradient() -> None:
     assert found["lengths"].tolist() == [IN] * 5
 
 
+def by_rank(first: Any, second: Any) -> Any:
+    return (first, second)[dist.get_rank()]
+
+
+def chunked(model: nn.Module, *inputs: Any) -> Any:
+    return cz.GradCache(model, 2)(*inputs)
+
+
 def trained(answer: Callable[[Tensor], Any], wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
     """Train rank 1's encoder with such an answer; other ranks learn of it in the loss's handshake."""
     x = numbers(5, IN, seed=dist.get_rank(), dtype=torch.float32)
@@ -267,50 +275,36 @@ def around_fsdp() -> Tensor:
     return fully_shard(nn.Sequential(cz.GradCache(encoder, 2)))(torch.ones(4, IN).double())
 
 
-def partitioned() -> nn.Module:
-    """As ZeRO 3 leaves a model."""
-    model = mlp()
-    model[0].weight.ds_id = 0
-    return model
-
-
 def read(lengths: tuple[int, ...] = LENGTHS, *, model: type[Reader] = Reader, tokens: int = 9, gap: int = 0) -> Tensor:
     ids, mask = texts(lengths)
     return cz.GradCache(model(), chunk_tokens=tokens)(ids, attention_mask=mask.roll(gap, 1))
 
 
 EMBEDDINGS = "rank 1: the encoder returns embeddings, dense tensors [n, …], got "
+OF_ZERO_3 = later(nn.Parameter(torch.ones(D, IN)), ds_id=0)
 UNTRAINED = "the encoder's output has no gradient … Remove detach() and no_grad() from its forward"
 BAD: dict[str, Callable[[], Any]] = {
-    f"{EMBEDDINGS}None": lambda: trained([torch.clone, lambda z: None][dist.get_rank()]),
-    f"{EMBEDDINGS}float32 []": lambda: trained([torch.clone, lambda z: {"z": z, "loss": z.sum()}][dist.get_rank()]),
-    f"{EMBEDDINGS}nested float32": lambda: trained([torch.clone, nested][dist.get_rank()]),
-    f"{EMBEDDINGS}no output": lambda: trained([torch.clone, lambda z: ()][dist.get_rank()]),
+    f"{EMBEDDINGS}None": lambda: trained(by_rank(torch.clone, lambda z: None)),
+    f"{EMBEDDINGS}float32 []": lambda: trained(by_rank(torch.clone, lambda z: {"z": z, "loss": z.sum()})),
+    f"{EMBEDDINGS}nested float32": lambda: trained(by_rank(torch.clone, nested)),
+    f"{EMBEDDINGS}no output": lambda: trained(by_rank(torch.clone, lambda z: ())),
     f"{EMBEDDINGS[8:]}float32 [].": lambda: cz.GradCache(Answering(torch.sum), 5)(torch.ones(5, IN)),
     UNTRAINED: lambda: trained(torch.detach),
     f"{UNTRAINED}, or": lambda: trained(torch.no_grad()(torch.neg), DistributedDataParallel),
-    "rank 1: each input must be a dense tensor, got nested float32 [5, …]": lambda: cz.GradCache(Answering(), 2)(
-        [torch.clone, nested][dist.get_rank()](torch.ones(5, IN))
+    "rank 1: each input must be a dense tensor, got nested float32 [5, …]": lambda: chunked(
+        Answering(), by_rank(torch.clone, nested)(torch.ones(5, IN))
     ),
-    "a rank without samples has other arguments": lambda: cz.GradCache(mlp(), 2)(
-        *[(torch.zeros(0, 7), "z"), (torch.ones(3, 7),)][dist.get_rank()]
-    ),
-    "inputs carry a gradient": lambda: cz.GradCache(mlp(), 2)(
-        numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)
-    ),
-    "tensors have one number of rows, got [2, 3]": lambda: cz.GradCache(TwoTowers(), 2)(
-        torch.ones(2, IN), torch.ones(2 + dist.get_rank(), IN)
-    ),
-    "got no tensor": lambda: cz.GradCache(mlp(), 2)(),
+    "samples has other arguments": lambda: chunked(mlp(), *by_rank((torch.ones(0, 7), "z"), (torch.ones(3, 7),))),
+    "inputs carry a gradient": lambda: chunked(mlp(), numbers(2, IN, seed=0).requires_grad_(by_rank(False, True))),
+    "one number of rows, got [2, 3]": lambda: chunked(TwoTowers(), torch.ones(2, IN), torch.ones(by_rank(2, 3), IN)),
+    "got no tensor": lambda: chunked(mlp()),
     "integers or bools [n, tokens], got None": lambda: cz.GradCache(Reader(), chunk_tokens=9)(texts()[0]),
     "got one with gaps or on both sides": lambda: read(gap=dist.get_rank()),
     "one row for each of 1 samples, got float64 [7, 4]. Pass chunk_size": lambda: read((7,), model=AllTokens),
     "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: read((1, 5 + dist.get_rank()), tokens=5),
-    "Use stage 1 or 2": lambda: cz.GradCache(partitioned(), 2)(torch.ones(4, IN)),
+    "Use stage 1 or 2": lambda: chunked(later(Answering(), weight=OF_ZERO_3), torch.ones(4, IN)),
     "Call fully_shard on the encoder": around_fsdp,
-    "Answering owns the backward pass": lambda: cz.GradCache(later(Answering(), backward=torch.sum, step=torch.sum), 2)(
-        torch.ones(4, IN)
-    ),
+    "Answering owns the backward pass": lambda: chunked(later(Answering(), backward=sum, step=sum), torch.ones(4, IN)),
 }
 
 

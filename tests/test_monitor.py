@@ -1,5 +1,6 @@
 """Monitor: its figures, what holds for all of them with the mistakes that are caught, and what ranks agree on; pictures."""
 
+import io
 import math
 
 import pytest
@@ -102,10 +103,8 @@ def direct_figures(encoders, first, second):
         for q in (0.05, 0.5, 0.95):
             kth = s[mask].sort().values[math.ceil(round(q * int(mask.sum()), 9)) - 1 : None] if mask.any() else s[mask]
             found[f"{kind}_similarity_q{100 * q:g}"] = kth[0].item() if len(kth) else math.nan
-    for name, scores, is_positive, is_negative in (
-        ("top1_forward", s, positive, negative),
-        ("top1_backward", s.T, positive.T, negative.T),
-    ):
+    directions = ("top1_forward", s, positive, negative), ("top1_backward", s.T, positive.T, negative.T)
+    for name, scores, is_positive, is_negative in directions:
         best, worst = (scores.masked_fill(~mask, -math.inf).amax(1) for mask in (is_positive, is_negative))
         found[name] = (best > worst)[is_positive.any(1)].double().mean().item()
     found["anchors_without_positive"] = (~positive.any(1)).double().mean().item()
@@ -161,14 +160,12 @@ def test_figures_are_those_of_one_process_and_of_formulas_and_the_loss_is_left_a
 
 
 def test_blocks_and_rounds_change_no_bit(monkeypatch):
-    found = []
-    for candidates, block in ((figures.CANDIDATES, figures._BLOCK), (4, 6)):
-        monkeypatch.setattr(figures, "CANDIDATES", candidates)
-        monkeypatch.setattr(figures, "_BLOCK", block)
-        for make, rows in ((cz.SupCon, LABELLED), (cz.Clip, PAIRED)):
-            found.append(measured(make(), *rows))
-    for whole, in_blocks in zip(found[:2], found[2:], strict=True):
-        assert in_blocks == pytest.approx(whole, rel=1e-12, abs=0)
+    cases = (cz.SupCon(), *LABELLED), (cz.Clip(), *PAIRED)
+    whole = [measured(*case) for case in cases]
+    monkeypatch.setattr(figures, "CANDIDATES", 4)
+    monkeypatch.setattr(figures, "_BLOCK", 6)
+    for case, expected in zip(cases, whole, strict=True):
+        assert measured(*case) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_the_path_of_large_batches_is_monitored_alike(worlds):
@@ -182,13 +179,9 @@ def test_the_path_of_large_batches_is_monitored_alike(worlds):
 def test_no_tensor_grows_with_the_square_of_the_batch(monkeypatch):
     monkeypatch.setattr(figures, "CANDIDATES", 128)
     monkeypatch.setattr(figures, "_BLOCK", 2**13)
-
     n, d = 600, 8
-    loss_fn = cz.DistributedLoss(of_pairs)
-    monitor = cz.Monitor(loss_fn)
     with Largest() as largest:
-        loss_fn(numbers(n, d, seed=0), numbers(n, d, seed=1))
-        assert monitor.latest
+        assert measured(of_pairs, numbers(n, d, seed=0), numbers(n, d, seed=1))
     assert largest.elements <= max(2**13, 2 * n * d)
 
 
@@ -239,14 +232,11 @@ def test_temperature_and_drift(worlds):
     def job(same):
         torch.manual_seed(0)
         encoder = nn.Linear(D, 200)
-        start, step = sketch(encoder).norm(), torch.randn_like(encoder.weight)
+        start, step = sketch(encoder).norm(), 1e-3 * torch.randn_like(encoder.weight)
         if dist.get_rank() == 1 and not same:
-            encoder.weight.data += 1e-3 * step
-        loss_fn = cz.DistributedLoss(cz.Clip())
-        monitor = cz.Monitor(loss_fn, encoder=encoder)
-        torch.manual_seed(dist.get_rank())
-        loss_fn(torch.randn(3, D), torch.randn(3, D))
-        return monitor.latest, (1e-3 * step).norm() / start
+            encoder.weight.data += step
+        rows = (numbers(3, D, seed=seed + dist.get_rank()) for seed in (0, 9))
+        return measured(cz.Clip(), *rows, encoder=encoder), step.norm() / start
 
     for found, _ in worlds.run(2, job, True):
         assert found["encoder_drift"] == 0.0
@@ -275,14 +265,6 @@ def test_every_kth_call_in_training_mode_is_measured():
     cz.Monitor(loss_fn)
 
 
-def test_the_picture_has_a_line_for_each_encoder():
-    loss_fn = cz.DistributedLoss(cz.Clip())
-    monitor = cz.Monitor(loss_fn)
-    loss_fn(*PAIRED)
-    figure = monitor.plot()
-    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["images", "texts"]
-
-
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.arange(30) % 3
 
@@ -302,13 +284,14 @@ def test_the_histogram_counts_every_pair_once(worlds):
         assert worlds.run(len(split), counts, each=each) == [[positive, negative]] * len(split)
 
 
-def test_every_picture_is_a_figure(tmp_path):
-    pictures = {
-        "histogram": plots.similarity_histogram(ROWS, ROWS[:5], labels=CLASSES, gallery_labels=CLASSES[:5]),
-        "map": plots.embedding_map(ROWS, CLASSES),
-        "map without labels": plots.embedding_map(ROWS),
-    }
-    for name, figure in pictures.items():
+def test_every_picture_is_a_figure():
+    loss_fn = cz.DistributedLoss(cz.Clip())
+    monitor = cz.Monitor(loss_fn)
+    loss_fn(*PAIRED)
+    of_monitor = monitor.plot()
+    assert [text.get_text() for text in of_monitor.axes[1].get_legend().get_texts()] == ["images", "texts"]
+    histogram = plots.similarity_histogram(ROWS, ROWS[:5], labels=CLASSES, gallery_labels=CLASSES[:5])
+    for figure in (of_monitor, histogram, plots.embedding_map(ROWS, CLASSES), plots.embedding_map(ROWS)):
         assert isinstance(figure, Figure)
-        figure.savefig(tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 2000
+        figure.savefig(file := io.BytesIO())
+        assert len(file.getvalue()) > 2000

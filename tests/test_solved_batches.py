@@ -245,10 +245,7 @@ BY_HAND = ("NTXent", "InfoNCE", "CLIP")
 PLACES = "tiled", "small", "dense"
 SUBTRACTED = [pair for pair in drawn(LOSSES, PLACES, one_in=3) if pair[1] != "small" or pair[0] not in BY_HAND]
 MUTANTS: list[tuple[Callable[..., Any], Callable[..., Any], str, str]] = [
-    *(
-        (softmax_arithmetic.cross_entropy, lambda x, others: torch.logaddexp(others, x) - x, *pair)
-        for pair in SUBTRACTED
-    ),
+    *((softmax_arithmetic.cross_entropy, lambda x, y: torch.logaddexp(y, x) - x, *pair) for pair in SUBTRACTED),
     # its former formula: the dot product with the sum of the class is rounded otherwise than the logit in the sum
     *((anchor_block.only_positives, lambda *_: None, "SupCon", where) for where in PLACES),
     *((small_batch.softmaxes, softmaxes_with_the_positive, name, "small") for name in BY_HAND),

@@ -6,6 +6,7 @@ is P and the reverse; those of I and V are of the same type.
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -40,19 +41,18 @@ def checked_worlds() -> Iterator[Worlds]:
         yield worlds
 
 
-def of_group(kind: str) -> dict[object, object]:
+def library(kind: str) -> tuple[Any, Any, dict[object, object]]:
+    """Return spmd_types, its checker, and the type that the group of all ranks has by this kind."""
     sys.path.append(str(packages.FOLDER))
     import spmd_types
+    from spmd_types import checker
 
-    return {dist.group.WORLD: getattr(spmd_types, kind)}
+    return spmd_types, checker, {dist.group.WORLD: getattr(spmd_types, kind)}
 
 
 def checked(collective: Callable[[Tensor], Tensor], source: str) -> tuple[str, list[str]]:
     """Return the type of the result of a source, and the types of the collective and of its adjoint; or the error."""
-    before = of_group(source)
-    import spmd_types
-    from spmd_types import checker
-
+    spmd_types, checker, before = library(source)
     declared, linear = [], adjoints._linear
 
     def recorded(x: Tensor, types: str, *of_map: object) -> Tensor:
@@ -71,28 +71,24 @@ def checked(collective: Callable[[Tensor], Tensor], source: str) -> tuple[str, l
     return after.name, declared
 
 
-def of_gradient(kind: str) -> str:
-    return {"R": "P", "P": "R"}.get(kind, kind)
+OF_GRADIENT = {"R": "P", "P": "R", "I": "I", "V": "V"}
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_spmd_types_accepts_a_collective_and_its_adjoint(name: str, checked_worlds: Worlds) -> None:
     types, collective = COLLECTIVES[name]
     source, result = types.split(" → ")
-    backward = f"{of_gradient(result)} → {of_gradient(source)}"
+    backward = f"{OF_GRADIENT[result]} → {OF_GRADIENT[source]}"
     for after, (forward, first, *_) in checked_worlds.run(2, checked, collective, source):
         assert (after, forward, first) == (result, types, backward)
     terms_of_a_sum = {"P", "V"}
-    for other in {"R", "I", "V", "P"} - (terms_of_a_sum if source == "P" else {source}):
+    for other in OF_GRADIENT.keys() - (terms_of_a_sum if source == "P" else {source}):
         assert {after for after, _ in checked_worlds.run(2, checked, collective, other)} == {"refused"}
 
 
 def value_of_a_loss() -> str:
     """Return the type of a loss's value that is computed unchecked, as the page says."""
-    invariant = of_group("I")
-    import spmd_types
-    from spmd_types import checker
-
+    spmd_types, checker, invariant = library("I")
     loss_fn = cz.DistributedLoss(cz.NTXent())
     with checker.typecheck():
         views = [numbers(3, 2, seed=2 * dist.get_rank() + i).requires_grad_() for i in range(2)]

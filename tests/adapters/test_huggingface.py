@@ -81,11 +81,6 @@ class Setup(NamedTuple):
     kind: str = "mixin"
     optimizer: str = ""
 
-    def __str__(self) -> str:
-        form = "loss in the model" if self.in_model else "compute_loss_func"
-        more = f", optimizer of {self.optimizer}" * bool(self.optimizer)
-        return f"{form}, accumulation {self.steps}, average_tokens={self.average}, {self.kind}{more}"
-
 
 def parameters(*modules: nn.Module) -> list[nn.Parameter]:
     return [x for module in modules for x in module.parameters()]

@@ -15,23 +15,16 @@ from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, distance, numbers
 
-pytestmark = [
-    pytest.mark.trainers,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]  # how the library calls NumPy
+# how the library calls NumPy
+pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 STEPS, BATCH, D, CLASSES = 4, 8, 4, 3
 SHARES = {1: (8,), 2: (3, 5)}
 
 
-def data() -> TensorDataset:
-    return TensorDataset(numbers(STEPS * BATCH, 3, seed=0), torch.arange(STEPS * BATCH) % CLASSES)
-
-
 def my_samples() -> list[int]:
-    shares = SHARES[dist.get_world_size()]
-    start = sum(shares[: dist.get_rank()])
-    return [BATCH * step + start + i for step in range(STEPS) for i in range(shares[dist.get_rank()])]
+    of_step = torch.arange(STEPS * BATCH).view(STEPS, BATCH).split(SHARES[dist.get_world_size()], 1)
+    return of_step[dist.get_rank()].flatten().tolist()
 
 
 def train(*, distributed: bool) -> list[Tensor]:
@@ -55,7 +48,7 @@ def train(*, distributed: bool) -> list[Tensor]:
         batch_size=SHARES[dist.get_world_size()][dist.get_rank()],
         loss_funcs=functions,
         mining_funcs=mining,
-        dataset=data(),
+        dataset=TensorDataset(numbers(STEPS * BATCH, 3, seed=0), torch.arange(STEPS * BATCH) % CLASSES),
         sampler=my_samples(),
         data_device=torch.device("cpu"),
         dataloader_num_workers=0,
@@ -76,8 +69,7 @@ def test_record_keeper_finds_what_a_wrapped_miner_records() -> None:
     """The record keeper reads two attributes, and names the table after the class."""
     miner = miners.TripletMarginMiner(margin=0.5, collect_stats=True)
     wrapped = DistributedMiner(miner)
-    rows, labels = numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES
-    wrapped(rows, labels)
+    wrapped(numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES)
     for kept in ("_record_these", "_record_these_stats"):
         names = getattr(wrapped, kept)
         assert names == getattr(miner, kept) != []

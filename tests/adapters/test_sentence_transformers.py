@@ -1,5 +1,4 @@
-"""Every loss of sentence-transformers is, behind its adapter, the same function on W ranks as on one; or refused, and
-why."""
+"""Behind its adapter every loss of sentence-transformers is the same function on W ranks as on one, or is refused."""
 
 from __future__ import annotations
 
@@ -20,29 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from contrastive_zoo.testing.worlds import Worlds
-from tests.adapters.sentence_losses import (
-    CACHED,
-    CACHED_MNRL,
-    CASES,
-    CLASSES,
-    LAYERS,
-    MNRL,
-    OTHER_ENCODERS,
-    PLAIN,
-    SCORES,
-    WORDS,
-    D,
-    N,
-    Tokens,
-    bert,
-    drawn,
-    features,
-    library,
-    loss_of,
-    make,
-    save_bert,
-    words,
-)
+from tests.adapters import sentence_losses as table
+from tests.adapters.sentence_losses import MNRL, SCORES, D, N, bert, drawn, features, library, loss_of, make, words
 from tests.helpers import EVERY_CASE, Pools, assert_says, close, distance, error_message
 
 SPLITS = [(6,), (4, 2), (3, 1, 2), (2, 0, 4)]
@@ -56,13 +34,10 @@ def distributed(loss: nn.Module, **settings: Any) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
     "a cached loss in another one": (
-        lambda m: nn.Sequential(loss_of(m, MNRL), loss_of(m, CACHED_MNRL)),
+        lambda m: nn.Sequential(loss_of(m, MNRL), loss_of(m, table.CACHED_MNRL)),
         "has no gradient cache, and contains CachedMultipleNegativesRankingLoss",
     ),
-    "a cross encoder": (
-        lambda m: nn.Sequential(nn.BCEWithLogitsLoss()),
-        "those of a CrossEncoder compare no embeddings",
-    ),
+    "a cross encoder": (lambda m: nn.Sequential(nn.BCEWithLogitsLoss()), "a CrossEncoder compare no embeddings"),
     "gathered": (lambda m: loss_of(m, MNRL, {"gather_across_devices": True}), "Pass gather_across_devices=False"),
     "a loss of embeddings": (lambda m: nn.CosineEmbeddingLoss(), "holds no SentenceTransformer, SparseEncoder or"),
     **{
@@ -90,15 +65,15 @@ def bare(loss: nn.Module, **_: Any) -> nn.Module:
 def measured(
     key: str,
     shards: tuple[int, ...],
-    wrap: Callable[..., Any],
+    wrap: Any,
     checkpoint: str = "",
     *,
     ddp: bool = False,
     grad_reduction: str = "mean",
 ) -> Found:
     """Return what a rank computes; the loss's own parameters start differently on every rank."""
-    case = CASES[key]
-    rank, model = dist.get_rank(), bert(checkpoint) if key in LAYERS else case.build()
+    case = table.CASES[key]
+    rank, model = dist.get_rank(), bert(checkpoint) if key in table.LAYERS else case.build()
     torch.manual_seed(100 + rank)
     random.seed(100 + rank)
     loss = wrap(make(key, model).double(), grad_reduction=grad_reduction)
@@ -140,18 +115,18 @@ def assert_same(found: list[Found], expected: Found, reduce: str = "mean") -> No
 
 @pytest.mark.trainers
 def test_every_loss_is_in_a_table() -> None:
-    known = {key.partition(",")[0] for key in (*CASES, *REFUSED)} | NO_LOSSES | {"DenoisingAutoEncoderLoss"}
+    known = {key.partition(",")[0] for key in (*table.CASES, *REFUSED)} | NO_LOSSES | {"DenoisingAutoEncoderLoss"}
     assert set(library("sentence_transformer.losses").__all__) <= known
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("bert")
-    save_bert(path)
+    table.save_bert(path)
     return str(path)
 
 
-DRAWN = [*list(PLAIN)[:: 1 if EVERY_CASE else 2], *CACHED, *OTHER_ENCODERS, *LAYERS]
+DRAWN = [*list(table.PLAIN)[:: 1 if EVERY_CASE else 2], *table.CACHED, *table.OTHER_ENCODERS, *table.LAYERS]
 
 
 def test_a_loss_on_two_ranks_is_that_of_one_process(pools: Pools) -> None:
@@ -164,14 +139,14 @@ def test_a_loss_on_two_ranks_is_that_of_one_process(pools: Pools) -> None:
 def test_ranks_compute_what_one_process_computes(key: str, checkpoint: str, worlds: Worlds) -> None:
     """Losses of a gradient cache, of other encoders and of layers under DDP, as in a trainer; others without it, too."""
     expected = alone(worlds, key, checkpoint)
-    assert bool(expected.parameters) == CASES[key].learnt
-    for shards in SPLITS[: -1 if key in LAYERS else None]:  # BERT takes no empty batch
-        ddp = len(shards) > 1 and (key not in PLAIN or shards == (3, 1, 2))
-        how = "sum" if key in PLAIN and shards == (4, 2) else "mean"
+    assert bool(expected.parameters) == table.CASES[key].learnt
+    for shards in SPLITS[: -1 if key in table.LAYERS else None]:  # BERT takes no empty batch
+        ddp = len(shards) > 1 and (key not in table.PLAIN or shards == (3, 1, 2))
+        how = "sum" if key in table.PLAIN and shards == (4, 2) else "mean"
         found = on_ranks(worlds, key, shards, checkpoint=checkpoint, ddp=ddp, grad_reduction=how)
         assert_same(found, expected, how)
         # already reduced: the trainer has nothing left to do, unless BERT has parameters that it does not use
-        for each in found if ddp and key not in LAYERS else ():
+        for each in found if ddp and key not in table.LAYERS else ():
             assert_same([each], expected)
 
 
@@ -188,11 +163,11 @@ def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
     assert "Do not compile it" in (texts[0] or "")
 
 
-BARE = (CACHED_MNRL, "SpladeLoss", "CachedMultiVectorMultipleNegativesRankingLoss")
+BARE = (table.CACHED_MNRL, "SpladeLoss", "CachedMultiVectorMultipleNegativesRankingLoss")
 
 
 @pytest.mark.trainers
-@pytest.mark.parametrize("key", [*list(PLAIN)[:: 1 if EVERY_CASE else 5], *BARE])
+@pytest.mark.parametrize("key", [*list(table.PLAIN)[:: 1 if EVERY_CASE else 5], *BARE])
 def test_the_bare_loss_is_detected(key: str, worlds: Worlds) -> None:
     expected, found = alone(worlds, key), on_ranks(worlds, key, (3, 1, 2), bare)
     with pytest.raises(AssertionError):
@@ -228,12 +203,12 @@ def complaints() -> list[str | None]:
     spoilt = words()
     with torch.no_grad():
         spoilt[0].head.weight.mul_(float("nan") if mistaken else 1.0)
-    nameless = library().SentenceTransformer(modules=[Tokens()], device="cpu")
+    nameless = library().SentenceTransformer(modules=[table.Tokens()], device="cpu")
     return [
         job("CoSENTLoss", 2, drawn(3 if mistaken else 2)),
         job("CoSENTLoss", 2, None if mistaken else drawn(2)),
         job("CoSENTLoss", 3 if mistaken else 2, drawn(2)),
-        job("SoftmaxLoss", 2, CLASSES[:2], model=spoilt, embedding_dimension=D, num_labels=3),
+        job("SoftmaxLoss", 2, table.CLASSES[:2], model=spoilt, embedding_dimension=D, num_labels=3),
         job("CoSENTLoss", 2, drawn(0), rows=0),
         job(MNRL, 2, None, rows=0),
         job(MNRL, 2, None, model=nameless.double()),
@@ -281,7 +256,7 @@ def test_the_encoders_forward_is_restored() -> None:
     model = words()
     loss = distributed(make("CoSENTLoss", model))
     with pytest.raises(IndexError):
-        loss([{"input_ids": torch.full((2, 1), WORDS), "attention_mask": torch.ones(2, 1)}] * 2, drawn(2))
+        loss([{"input_ids": torch.full((2, 1), table.WORDS), "attention_mask": torch.ones(2, 1)}] * 2, drawn(2))
     assert "forward" not in vars(model)
     loss(features(2), SCORES)
     assert "forward" not in vars(model)

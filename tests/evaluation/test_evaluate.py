@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from unittest.mock import patch
 
 import ir_measures
@@ -16,7 +17,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.metrics import measurement
 from contrastive_zoo.metrics.exact import similarities
 from contrastive_zoo.metrics.ranking import Levels
-from tests.helpers import EVERY_CASE, error_message
+from tests.helpers import EVERY_CASE, assert_says, error_message, numbers
 
 pytestmark = pytest.mark.data
 
@@ -89,22 +90,19 @@ def value_of(name, ranked):
     total = len(relevant)
     k = total if cutoff == "r" or kind == "r_precision" else int(cutoff or len(ranked))
     inside = [position for position in relevant if position <= k]
-    if kind in ("precision", "r_precision"):
-        return len(inside) / k
-    if kind == "recall":
-        return len(inside) / total
-    if kind == "hit_rate":
-        return float(bool(inside))
-    if kind == "map":
-        return sum(number / position for number, position in enumerate(inside, 1)) / total
-    if kind == "mrr":
-        return 1 / inside[0] if inside else 0.0
-    assert kind == "ndcg"
     gained, best = (
         sum(grade / math.log2(position + 1) for position, grade in enumerate(order[:k], 1))
         for order in (ranked, sorted(ranked, reverse=True))
     )
-    return gained / best
+    return {
+        "precision": len(inside) / k,
+        "r_precision": len(inside) / k,
+        "recall": len(inside) / total,
+        "hit_rate": float(bool(inside)),
+        "map": sum(number / position for number, position in enumerate(inside, 1)) / total,
+        "mrr": 1 / inside[0] if inside else 0.0,
+        "ndcg": gained / best,
+    }[kind]
 
 
 def metric_by_hand(name, scores, grades):
@@ -228,16 +226,12 @@ def test_a_mistake_on_several_ranks_is_caught(mutant, worlds):
 ROWS, IDS = torch.eye(4), torch.arange(4)
 
 
+mine = partial(cz.data.mine_hard_negatives, ROWS, None, IDS, num_negatives=1)
+evaluate = partial(cz.metrics.evaluate, ROWS, labels=IDS % 2, metrics=["precision@1"])
 FAULTS = {
-    "evaluate": (
-        "metrics.measurement.nearest_ranking",
-        lambda group: cz.metrics.evaluate(ROWS, labels=IDS % 2, metrics=["precision@1"], process_group=group),
-    ),
-    "top_k": ("metrics.search.ordered", lambda group: cz.metrics.top_k(ROWS, k=1, process_group=group)),
-    "mine_hard_negatives": (
-        "data.mining.scores_of",
-        lambda group: cz.data.mine_hard_negatives(ROWS, None, IDS, num_negatives=1, process_group=group),
-    ),
+    "evaluate": ("metrics.measurement.nearest_ranking", evaluate),
+    "top_k": ("metrics.search.ordered", partial(cz.metrics.top_k, ROWS, k=1)),
+    "mine_hard_negatives": ("data.mining.scores_of", mine),
 }
 
 
@@ -248,15 +242,14 @@ def of_a_fault(caller, without=nullcontext):
     if without is not nullcontext:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1.0), group)
     with without(), fault if dist.get_rank() == 1 else nullcontext():
-        return error_message(lambda: call(group), (MemoryError, cz.CommunicationError))
+        return error_message(lambda: call(process_group=group), (MemoryError, cz.CommunicationError))
 
 
 def test_other_ranks_hear_of_a_fault_at_once(worlds):
     for caller in FAULTS:
         other, failed = worlds.run(2, of_a_fault, caller)
         assert failed == "no memory"
-        assert "rank 0 waited in" in other
-        assert f"Rank 1 failed in {caller}: MemoryError: no memory." in other
+        assert_says(other, f"rank 0 waited in … Rank 1 failed in {caller}: MemoryError: no memory.")
 
 
 def test_a_fault_that_is_not_reported_is_heard_of_late(worlds):
@@ -286,10 +279,7 @@ def test_means_of_queries_are_the_metrics(worlds):
         assert torch.equal(torch.cat([found[name] for found in results]).nan_to_num(-1), x.nan_to_num(-1))
 
 
-def random_rows(n, m, seed):
-    draw = torch.Generator().manual_seed(seed)
-    rows = (torch.randn(size, 8, generator=draw, dtype=torch.float64) for size in (n, m))
-    return *rows, *(torch.randint(6, (size,), generator=draw) for size in (n, m))
+COLLECTED = numbers(40, 8, seed=0), torch.arange(40) % 6
 
 
 def test_ir_measures_and_torchmetrics_agree_but_where_it_is_said():
@@ -327,10 +317,11 @@ def test_ir_measures_and_torchmetrics_agree_but_where_it_is_said():
 
 
 def test_a_batch_that_is_refused_leaves_nothing_behind():
-    rows, labels = random_rows(40, 0, 0)[::2]
+    rows, labels = COLLECTED
     metric = cz.metrics.RetrievalMetrics("map")
     metric.update(rows[:20], labels[:20])
     state = {name: [x.clone() for x in batches] for name, batches in metric.batches.items()}
+    uneven = labels[:3], labels[:3], torch.ones(2)
     refusals = {
         "no metric recall@r": lambda: cz.metrics.RetrievalMetrics(["map", "recall@r"]),
         "one per row, got 5 for 20 rows": lambda: metric.update(rows[20:], labels[:5]),
@@ -338,9 +329,7 @@ def test_a_batch_that_is_refused_leaves_nothing_behind():
         "as wide as those of earlier batches": lambda: metric.update(rows[20:, :3], labels[20:]),
         "gallery_labels belong to a gallery": lambda: metric.update(rows[20:], labels[20:], gallery_labels=labels[20:]),
         "of one width and dtype, got float64 [8] and": lambda: metric.update(rows[0], labels[20:]),
-        "grades [j], got int64 [3], int64 [3], float32 [2]": lambda: metric.update(
-            rows[20:], judgements=(labels[:3], labels[:3], torch.ones(2))
-        ),
+        "[j], got int64 [3], int64 [3], float32 [2]": lambda: metric.update(rows[20:], judgements=uneven),
         "three tensors, got 3": lambda: metric.update(rows[20:], judgements=3),
     }
     for says, update in refusals.items():
@@ -353,7 +342,7 @@ def test_a_batch_that_is_refused_leaves_nothing_behind():
 
 def test_numbers_have_one_dtype_also_on_a_rank_that_has_collected_none(worlds):
     """Integer grades and narrow labels came from the data set; an empty shard has neither."""
-    rows, labels = random_rows(40, 0, 0)[::2]
+    rows, labels = COLLECTED
 
     def job(rank):
         judged, labelled, nothing = map(cz.metrics.RetrievalMetrics, ("ndcg", "map", "map"))

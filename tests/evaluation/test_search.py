@@ -8,13 +8,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.search import Gallery
-from tests.helpers import assert_says, common_error, numbers
+from tests.helpers import assert_says, common_error, numbers, rank
 
 pytestmark = pytest.mark.data
 
@@ -92,10 +91,8 @@ def test_a_rank_compares_its_share_of_the_candidates():
 
 
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
-NAN, NESTED = (
-    ROWS.masked_fill(ROWS > 2, math.nan),
-    torch.nested.nested_tensor([ROWS[0], ROWS[1, :2]], layout=torch.jagged),
-)
+NAN = ROWS.masked_fill(ROWS > 2, math.nan)
+NESTED = torch.nested.nested_tensor([ROWS[0], ROWS[1, :2]], layout=torch.jagged)
 PLACES = torch.arange(30)
 CALLS = {
     "evaluate": lambda queries, gallery, **of: cz.metrics.evaluate(queries, gallery, **of),
@@ -118,9 +115,8 @@ LABELLED = {"labels": PLACES % 5, "gallery_labels": PLACES % 5}
 def test_a_gallery_that_is_the_queries_a_nan_and_a_nested_tensor_are_refused_with_a_fix(caller):
     call = CALLS[caller]
     for same in (ROWS, ROWS[:], ROWS.detach()):
-        with pytest.raises(
-            ValueError, match=rf"^{caller}: .* each query finds itself\. (Leave out gallery|Pass corpus=None)"
-        ):
+        finds_itself = rf"^{caller}: .* each query finds itself\. (Leave out gallery|Pass corpus=None)"
+        with pytest.raises(ValueError, match=finds_itself):
             call(ROWS, same, **LABELLED)
     with pytest.raises(ValueError, match=r"leave these rows out: \w+\[\w+\.isfinite\(\).*\]\.$") as error:
         call(ROWS, NAN, **LABELLED)
@@ -130,12 +126,9 @@ def test_a_gallery_that_is_the_queries_a_nan_and_a_nested_tensor_are_refused_wit
             call(*rows, **LABELLED)
 
 
-rank = dist.get_rank
-
-
-def without(module, function):
-    with patch.dict(sys.modules, {module: None} if rank() else {}):
-        return function()
+def without_faiss():
+    with patch.dict(sys.modules, {"faiss": None} if rank() else {}):
+        return top_k(ONES, OTHERS, k=1)
 
 
 ONES, OTHERS, LARGE = torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 2).double()
@@ -152,7 +145,7 @@ evaluate, top_k = cz.metrics.evaluate, cz.metrics.top_k
 MISTAKES: dict[str, Callable[[], object]] = {
     "1 and the 6 rows … got 7": lambda: evaluate(ONES, OTHERS, metrics=["recall@7"]),
     "1 and the 5 rows": lambda: evaluate(ONES, labels=IDS, metrics=["hit_rate@6"]),
-    "rank 1 … pip install 'contrastive_zoo[faiss]'": lambda: without("faiss", lambda: top_k(ONES, OTHERS, k=1)),
+    "rank 1 … pip install 'contrastive_zoo[faiss]'": without_faiss,
     "metrics … recall@2": lambda: evaluate(ONES, OTHERS, metrics=[f"recall@{1 + rank()}"]),
     "rank 1 … NaN": lambda: evaluate(ONES * (math.nan if rank() else 1), labels=IDS),
     "gallery … NaN": lambda: top_k(ONES, ONES * (math.nan if rank() else 1), k=1),

@@ -30,10 +30,9 @@ COLUMNS = ("query", "positive", "negative", "positive_score", "negative_score")
 
 def data(seed: int = 0, *, ties: bool = False, alone: bool = False) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    queries, corpus = numbers(N, D, seed=seed).float(), numbers(M, D, seed=seed + 1).float()
     if ties:
         queries, corpus = (torch.randint(-1, 2, (size, 3), generator=generator).float() for size in (N, M))
-    else:
-        queries, corpus = numbers(N, D, seed=seed).float(), numbers(M, D, seed=seed + 1).float()
     positives = torch.randint(0, M, (N, 2), generator=generator)
     positives[::3, 1] = -1
     if alone:
@@ -64,15 +63,13 @@ def by_hand(given: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, lis
             x for x in candidates[get("range_min") : get("range_max")]
             if get("min_score", -np.inf) <= score[x] <= min(bounds)
         ][: get("num_negatives")]  # fmt: skip
+        rows: list[Any] = negatives
         if get("output") == "n-tuple":
-            rows: list[Any] = [negatives] if len(negatives) == get("num_negatives") else []
-        else:
-            rows = negatives
-        for positive in positives:
-            for x in rows:
-                values = query, positive, x, score[positive], scores[query, x].tolist()
-                for column, value in zip(columns.values(), values, strict=True):
-                    column.append(value)
+            rows = [negatives] if len(negatives) == get("num_negatives") else []
+        for positive, x in product(positives, rows):
+            values = query, positive, x, score[positive], scores[query, x].tolist()
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
     return columns
 
 
@@ -104,9 +101,8 @@ def test_random_negatives_are_a_function_of_the_seed() -> None:
     assert first["negative"].tolist() == again["negative"].tolist() != other["negative"].tolist()
     window = mine(**data(), num_negatives=20, output="n-tuple")
     best = dict(zip(window["query"].tolist(), window["negative"].tolist(), strict=True))
-    places = [
-        best[query].index(x) for query, x in zip(first["query"].tolist(), first["negative"].tolist(), strict=True)
-    ]
+    drawn = zip(first["query"].tolist(), first["negative"].tolist(), strict=True)
+    places = [best[query].index(x) for query, x in drawn]
     assert 7 < np.mean(places) < 12  # uniform over 20 ranks, 111 draws
 
 
@@ -120,50 +116,31 @@ def test_neither_the_steps_nor_a_memory_map_show(monkeypatch: pytest.MonkeyPatch
     assert all(np.array_equal(found[name], expected[name]) for name in COLUMNS)
 
 
-def columns(
-    mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
-) -> dict[str, Any]:
-    def on_rank(rows: dict[str, Tensor]) -> dict[str, Any]:
-        return mine(**rows, **settings)
-
-    parts = {name: x.split(list(shards[name.startswith("corpus")])) for name, x in rows.items()}
-    each = [({name: x[rank].clone() for name, x in parts.items()},) for rank in range(len(shards[0]))]
-    found = worlds.run(len(each), on_rank, each=each)
-    return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
-
-
 def same_columns_for_every_split(
     mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
 ) -> None:
-    expected = columns(mine, worlds, rows, settings, [[sum(x)] for x in shards])
-    for name, column in columns(mine, worlds, rows, settings, shards).items():
+    def columns(shards: Any) -> dict[str, Any]:
+        parts = {name: x.split(list(shards[name == "corpus"])) for name, x in rows.items()}
+        each = [({name: x[rank].clone() for name, x in parts.items()},) for rank in range(len(shards[0]))]
+        found = worlds.run(len(each), lambda rows: mine(**rows, **settings), each=each)
+        return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
+
+    expected = columns([[sum(x)] for x in shards])
+    for name, column in columns(shards).items():
         assert (column.shape, column.dtype) == (expected[name].shape, expected[name].dtype), name
         assert column.tobytes() == expected[name].tobytes(), name
 
 
-@st.composite
-def splits(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    size = draw(st.integers(2, 4))
-
-    def shards(total: int) -> list[int]:
-        cuts = sorted(draw(st.lists(st.integers(0, total), min_size=size - 1, max_size=size - 1)))
-        return np.diff([0, *cuts, total]).tolist()
-
-    return shards(N), shards(M)
+# where the queries and the corpus are cut, as shares of their lengths
+CUTS = st.lists(st.tuples(*[st.floats(0, 1)] * 2), min_size=1, max_size=3)
+MORE = st.sampled_from([{}, {"sampling": "random"}, {"output": "n-tuple"}])
 
 
-@given(
-    shards=splits(),
-    name=st.sampled_from([*SETTINGS]),
-    ties=st.booleans(),
-    alone=st.booleans(),
-    more=st.sampled_from([{}, {"sampling": "random"}, {"output": "n-tuple"}]),
-)
-def test_every_split_mines_the_same_bits(
-    shards: tuple[list[int], list[int]], name: str, ties: bool, alone: bool, more: dict[str, Any], worlds: Worlds
-) -> None:
-    rows = data(ties=ties, alone=alone)
-    same_columns_for_every_split(mine_in, worlds, rows, SETTINGS[name] | more, shards)
+@given(cuts=CUTS, name=st.sampled_from([*SETTINGS]), ties=st.booleans(), alone=st.booleans(), more=MORE)
+def test_every_split_mines_the_same_bits(cuts, name: str, ties: bool, alone: bool, more, worlds: Worlds) -> None:
+    bounds = ((0, *sorted(round(n * x) for x in of), n) for n, of in zip((N, M), zip(*cuts, strict=True), strict=True))
+    shards = [np.diff(x).tolist() for x in bounds]
+    same_columns_for_every_split(mine_in, worlds, data(ties=ties, alone=alone), SETTINGS[name] | more, shards)
 
 
 def own_corpus(queries: Tensor, corpus: Tensor, positives: Tensor, **settings: Any) -> Any:
@@ -201,19 +178,16 @@ def test_sentence_transformers_mines_the_same() -> None:
     datasets = pytest.importorskip("datasets")
     rows = data()
     rows["positives"] = rows["positives"][:, 0]
-    unit = {name: F.normalize(rows[name], dim=1) for name in ("queries", "corpus")}
-    pairs = datasets.Dataset.from_dict(
-        {"query": [f"q{i}" for i in range(N)], "answer": [f"c{i}" for i in rows["positives"].tolist()]}
-    )
+    unit = {f"{name[0]}{i}": x for name in ("queries", "corpus") for i, x in enumerate(F.normalize(rows[name], dim=1))}
+    answers = [f"c{i}" for i in rows["positives"].tolist()]
+    pairs = datasets.Dataset.from_dict({"query": [f"q{i}" for i in range(N)], "answer": answers})
 
     class StandIn(sentence_transformers.SentenceTransformer):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
 
         device = torch.device("cpu")
-        encode_query = encode_document = lambda self, texts, **_: np.stack(
-            [unit["queries" if text[0] == "q" else "corpus"][int(text[1:])] for text in texts]
-        )
+        encode_query = encode_document = lambda self, texts, **_: np.stack([unit[text] for text in texts])
         similarity = staticmethod(lambda a, b: torch.as_tensor(a) @ torch.as_tensor(b).T)
         similarity_pairwise = staticmethod(lambda a, b: (torch.as_tensor(a) * torch.as_tensor(b)).sum(1))
 

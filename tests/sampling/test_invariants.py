@@ -1,10 +1,10 @@
 """Random samplers keep the invariants, and each invariant catches its mistakes: common ones in samplers of several ranks."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, even_bounds
-from contrastive_zoo.data.column_samplers import (
-    MPerClassBatchSampler,
-    NoDuplicatesBatchSampler,
-    TokenBatchSampler,
-    codes,
-)
+from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
 from contrastive_zoo.ranks.world import World
 from tests.helpers import EVERY_CASE
@@ -51,21 +46,16 @@ class SamplerTrial:
     sources: Ints | None = None
     most: int = 1  # times that a sample may occur in an epoch
 
-    def yielded(self, world_size: int, epoch: int, state: Mapping[str, Any] | None = None) -> list[list[list[int]]]:
-        """Return the parts of each batch."""
-        found = []
-        for rank in range(world_size):
-            sampler = self.make(process_group=World(rank, world_size))
-            if state is None:
-                sampler.set_epoch(epoch)
-            else:
-                sampler.load_state_dict(state)
-            found.append(list(sampler))
-        return [list(parts) for parts in zip_longest(*found, fillvalue=[])]
+    def yielded(self, world_size: int, **position: Any) -> list[list[list[int]]]:
+        """Return the parts of each batch from a position on, by default the beginning of the epoch."""
+        samplers = [self.make(process_group=World(rank, world_size)) for rank in range(world_size)]
+        for sampler in samplers:
+            sampler.load_state_dict({"epoch": self.epoch, "step": 0} | position)
+        return [list(parts) for parts in zip_longest(*samplers, fillvalue=[])]
 
     @cached_property
     def parts(self) -> list[list[list[int]]]:
-        return self.yielded(self.world_size, self.epoch)
+        return self.yielded(self.world_size)
 
     @cached_property
     def batches(self) -> list[list[int]]:
@@ -73,7 +63,18 @@ class SamplerTrial:
 
     @cached_property
     def alone(self) -> list[list[int]]:
-        return merged(self.yielded(1, self.epoch))
+        return merged(self.yielded(1))
+
+    @cached_property
+    def next_epoch(self) -> list[list[int]]:
+        return merged(self.yielded(1, epoch=self.epoch + 1))
+
+    @cached_property
+    def counts(self) -> list[Counter[int]]:
+        """Return how many samples of a batch have each value."""
+        values = np.empty((0, 0)) if self.values is None else self.values
+        batches = [] if self.values is None else self.batches
+        return [Counter(x for i in batch for x in {*values[i].tolist()}) for batch in batches]
 
     def chunks(self, part: Sequence[int]) -> int:
         """Return the fewest chunks of at most ``chunk_tokens`` padded tokens that hold these samples."""
@@ -168,34 +169,25 @@ def same_after_resume(trial: SamplerTrial) -> bool:
     step = trial.step % (len(trial.alone) + 1)
     before = trial.make(process_group=World(0, trial.world_size))
     before.set_epoch(trial.epoch)
-    found = merged(trial.yielded(trial.other_world_size, trial.epoch, before.state_dict(step=step)))
-    return found == (trial.alone[step:] or merged(trial.yielded(1, trial.epoch + 1)))
+    found = merged(trial.yielded(trial.other_world_size, **before.state_dict(step=step)))
+    return found == (trial.alone[step:] or trial.next_epoch)
 
 
 def new_order_each_epoch(trial: SamplerTrial) -> bool:
     """The next epoch has other batches, unless the sampler does not shuffle."""
-    few = not trial.shuffled or len(trial.samples) < MANY
-    return few or merged(trial.yielded(1, trial.epoch + 1)) != trial.alone
-
-
-def counts_by_batch(trial: SamplerTrial) -> list[Counter[int]]:
-    """Return how many samples of a batch have each value."""
-    values = trial.values
-    return (
-        [] if values is None else [Counter(x for i in batch for x in {*values[i].tolist()}) for batch in trial.batches]
-    )
+    return not trial.shuffled or len(trial.samples) < MANY or trial.next_epoch != trial.alone
 
 
 def positive_in_batch(trial: SamplerTrial) -> bool:
     """Every sample of a class with at least two has a positive in its global batch."""
-    by_batch = counts_by_batch(trial) if trial.group[0] > 1 else []
+    by_batch = trial.counts if trial.group[0] > 1 else []
     members = sum(by_batch, Counter[int]())
     return all(count > 1 or members[x] == 1 for counts in by_batch for x, count in counts.items())
 
 
 def m_of_each_class(trial: SamplerTrial) -> bool:
     """A batch has groups of p different classes; a group has m samples, but for the remainder of a class."""
-    (m, p), by_batch = trial.group, counts_by_batch(trial)
+    (m, p), by_batch = trial.group, trial.counts
     groups = Counter(x for counts in by_batch for x in counts)
     odd = Counter(x for counts in by_batch for x, count in counts.items() if count != m)
     fewest = max(*groups.values(), -(-groups.total() // p)) if m > 1 else len(by_batch)
@@ -207,14 +199,14 @@ def full_as_long_as_possible(trial: SamplerTrial) -> bool:
     """Full batches, of p classes or of so many samples, come first; no choice without repetitions has more of them."""
     if trial.values is None or trial.values.shape[1] > 1:
         return True
-    size, sizes = trial.group[1], [len(counts) for counts in counts_by_batch(trial)]
-    times = np.array([*Counter(x for counts in counts_by_batch(trial) for x in counts).values()])
+    size, sizes = trial.group[1], [len(counts) for counts in trial.counts]
+    times = np.array([*Counter(x for counts in trial.counts for x in counts).values()])
     expected = max(n for n in range(times.sum() + 1) if np.minimum(times, n).sum() >= n * size)
     return [x == size for x in sizes] == [True] * expected + [False] * (len(sizes) - expected)
 
 
 def no_value_twice(trial: SamplerTrial) -> bool:
-    return trial.group[0] > 1 or all(count == 1 for counts in counts_by_batch(trial) for count in counts.values())
+    return trial.group[0] > 1 or all(count == 1 for counts in trial.counts for count in counts.values())
 
 
 def chunks_stay_whole(trial: SamplerTrial) -> bool:
@@ -229,12 +221,9 @@ def batches_fill_the_budget(trial: SamplerTrial) -> bool:
     sampler = trial.make(process_group=World())
     if not isinstance(sampler, TokenBatchSampler):
         return True
-    most, after = sampler.chunks_per_batch, [*trial.batches[1:], []]
+    most = sampler.chunks_per_batch
     fits = all(trial.chunks(batch) <= most for batch in trial.batches)
-    more = (
-        max((trial.chunks([*x, y]) for y in of), default=most + 1) for x, of in zip(trial.batches, after, strict=True)
-    )
-    return fits and all(x > most for x in more)
+    return fits and all(max(trial.chunks([*x, y]) for y in after) > most for x, after in pairwise(trial.batches))
 
 
 def one_source_in_a_batch(trial: SamplerTrial) -> bool:
@@ -248,7 +237,7 @@ def drop_last_leaves_out_the_last_batches_that_are_not_full(trial: SamplerTrial)
     if isinstance(sampler, TokenBatchSampler):
         full = [trial.chunks(batch) == sampler.chunks_per_batch for batch in trial.alone]
     elif isinstance(sampler, MPerClassBatchSampler):
-        full = [len(counts) == sampler.classes_per_batch for counts in counts_by_batch(trial)]
+        full = [len(counts) == sampler.classes_per_batch for counts in trial.counts]
     else:
         full = [len(batch) == sampler.batch_size for batch in trial.alone]
     end = max((i + 1 for i, is_full in enumerate(full) if is_full), default=0)
@@ -273,14 +262,12 @@ def padded(self: Any) -> Iterator[list[int]]:
 
 def remainder_alone(self: Any, epoch: int) -> Batches:
     """Classes are cut into groups of m and what remains, be it one sample."""
-    seen: dict[int, int] = {}
-    batches: list[list[int]] = []
+    seen = Counter[int]()
+    batches = defaultdict[int, list[int]](list)
     for sample, label in enumerate(self._classes.tolist()):
-        seen[label] = seen.get(label, -1) + 1
-        number = seen[label] // self.m
-        batches.extend([] for _ in range(number + 1 - len(batches)))
-        batches[number].append(sample)
-    return [np.array(batch) for batch in batches]
+        batches[seen[label] // self.m].append(sample)
+        seen[label] += 1
+    return [np.array(batch) for batch in batches.values()]
 
 
 def evenly(self: Any, epoch: int) -> Batches:
@@ -300,8 +287,7 @@ def groups_in_random_order(self: Any, epoch: int) -> Batches:
 
 
 def first_column_only(self: Any, *columns: Any, **settings: Any) -> None:
-    (first,), _ = codes(columns[:1])
-    NoDuplicatesBatchSampler.__init__(self, first, **settings)
+    NoDuplicatesBatchSampler.__init__(self, columns[0], **settings)
 
 
 def real_tokens_counted(self: Any, epoch: int) -> Batches:
