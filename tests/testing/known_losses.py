@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +11,7 @@ from torch import nn
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.measurement import Call
-from tools.gallery.recipe import (
-    gather_detached,
-    rank_and_size,
-    shard_sizes,
-    symmetric_cross_entropy,
-    world_size,
-)
+from tools.gallery.recipe import gather_detached, rank_and_size, shard_sizes, symmetric_cross_entropy, world_size
 
 
 @dataclass(frozen=True)
@@ -27,24 +20,13 @@ class Known:
 
     name: str
     make: Callable[[], Any]
-    call: Call
+    call: Call = "views"
     mistake: str | None = None
     searched: bool = False
     width: int | None = None
 
     def __str__(self) -> str:
         return self.name
-
-
-WRONG_LOSSES: list[Known] = []
-
-
-def _wrong(mistake: str, call: Call = "views") -> Callable[[Any], Any]:
-    def register(made: Any) -> Any:
-        WRONG_LOSSES.append(Known(made.__name__, lambda: made, call, mistake))
-        return made
-
-    return register
 
 
 def offset(x):
@@ -66,13 +48,11 @@ class _CompleteTwice(torch.autograd.Function):
         return world_size() * all_reduce(dy)[ctx.start : ctx.start + ctx.size]
 
 
-@_wrong("counted W times")
 def gradient_reduced_twice(view1, view2):
     a, b = (_CompleteTwice.apply(x) for x in unit(view1, view2))
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-@_wrong("local mining", "labels")
 def hardest_negative_of_this_rank(embeddings, labels):
     z, y = all_gather(embeddings), all_gather(labels)
     local = z[offset(labels) : offset(labels) + len(labels)]
@@ -84,10 +64,8 @@ def hardest_negative_of_this_rank(embeddings, labels):
     return all_reduce(total) / all_reduce(torch.tensor(float(len(local))))
 
 
-@_wrong("divided by W")
 def divided_as_well_as_the_trainer(view1, view2):
-    a, b = (all_gather(x) for x in unit(view1, view2))
-    return symmetric_cross_entropy(3.0 * a @ b.T) / world_size()
+    return dense_info_nce(all_gather(view1), all_gather(view2)) / world_size()
 
 
 class Centred(nn.Module):
@@ -100,53 +78,8 @@ class Centred(nn.Module):
     def forward(self, student, teacher):
         a, b = all_gather(student), all_gather(teacher)
         target = F.softmax((b.detach() - self.center) / 0.5, 1)
-        self.center = 0.9 * self.center + 0.1 * self.batch_center(teacher.detach())
+        self.center = 0.9 * self.center + 0.1 * torch.cat(gather_detached(teacher)).mean(0)
         return -(target * F.log_softmax(a, 1)).sum(1).mean()
-
-    def batch_center(self, teacher):
-        return torch.cat(gather_detached(teacher)).mean(0)
-
-
-RIGHT_LOSSES: list[Known] = []
-
-
-def _right(call: Call = "views", *, searched: bool = False, wrap: bool = False) -> Callable[[Any], Any]:
-    """Register a loss that communicates by itself, or one of one process that DistributedLoss wraps."""
-
-    def register(made: Any) -> Any:
-        make = made if isinstance(made, type) else lambda: made
-        RIGHT_LOSSES.append(
-            Known(made.__name__, (lambda: cz.DistributedLoss(make())) if wrap else make, call, None, searched)
-        )
-        return made
-
-    return register
-
-
-@_right(wrap=True)
-def in_float32(view1, view2):
-    a, b = unit(view1.float(), view2.float())
-    return symmetric_cross_entropy(3.0 * a @ b.T)
-
-
-@_right(searched=True)
-def sharded_anchors_in_float32(view1, view2):
-    a, b = unit(view1.float(), view2.float())
-    targets = torch.arange(len(a)) + offset(a)
-    total = F.cross_entropy(20.0 * a @ all_gather(b).T, targets, reduction="sum")
-    return all_reduce(total) / sum(shard_sizes(a))
-
-
-@_right(wrap=True)
-def in_bfloat16(view1, view2):
-    a, b = unit(view1.bfloat16(), view2.bfloat16())
-    return symmetric_cross_entropy(3.0 * a @ b.T)
-
-
-@_right(searched=True)
-class Compiled(cz.DistributedLoss):
-    def __init__(self) -> None:
-        super().__init__(torch.compile(dense_info_nce, backend="aot_eager"))
 
 
 def dense_info_nce(view1, view2):
@@ -154,26 +87,57 @@ def dense_info_nce(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-@_right(wrap=True)
+def in_float32(view1, view2):
+    return dense_info_nce(view1.float(), view2.float())
+
+
+def in_bfloat16(view1, view2):
+    return dense_info_nce(view1.bfloat16(), view2.bfloat16())
+
+
+def sharded_anchors_in_float32(view1, view2):
+    a, b = unit(view1.float(), view2.float())
+    targets = torch.arange(len(a)) + offset(a)
+    total = F.cross_entropy(20.0 * a @ all_gather(b).T, targets, reduction="sum")
+    return all_reduce(total) / sum(shard_sizes(a))
+
+
 def dropout_in_the_loss(view1, view2):
     return dense_info_nce(F.dropout(view1, 0.2), view2)
 
 
-@_right()
 def dropout_before_a_gather(view1, view2):
     a, b = (all_gather(F.dropout(x, 0.2)) for x in (view1, view2))
     return symmetric_cross_entropy(a @ b.T)
 
 
-_right()(Centred)
+def _of_pml(name: str, *, searched: bool = False, width: int | None = None, **settings: Any) -> Known:
+    def make() -> Any:
+        from pytorch_metric_learning import losses
+
+        return cz.DistributedLoss(getattr(losses, name)(**settings))
+
+    return Known(f"PML {name}", make, "labels", None, searched, width)
 
 
-def _of_pml(name: str, **settings: Any) -> Any:
-    from pytorch_metric_learning import losses
+def _known(loss: Any, *more: Any, wrap: bool = False, searched: bool = False) -> Known:
+    """Name a loss that communicates by itself, or one of one process that DistributedLoss wraps."""
+    return Known(loss.__name__, lambda: cz.DistributedLoss(loss) if wrap else loss, *more, searched=searched)
 
-    return cz.DistributedLoss(getattr(losses, name)(**settings))
 
-
-RIGHT_LOSSES.append(Known("PML TripletMarginLoss", partial(_of_pml, "TripletMarginLoss"), "labels"))
-_PROXIES = partial(_of_pml, "ProxyAnchorLoss", num_classes=64, embedding_size=3)
-RIGHT_LOSSES.append(Known("PML ProxyAnchorLoss", _PROXIES, "labels", None, True, 3))
+WRONG_LOSSES = [
+    _known(gradient_reduced_twice, "views", "counted W times"),
+    _known(hardest_negative_of_this_rank, "labels", "local mining"),
+    _known(divided_as_well_as_the_trainer, "views", "divided by W"),
+]
+RIGHT_LOSSES = [
+    _known(in_float32, wrap=True),
+    _known(in_bfloat16, wrap=True),
+    _known(sharded_anchors_in_float32, searched=True),
+    _known(dropout_in_the_loss, wrap=True),
+    _known(dropout_before_a_gather),
+    Known("compiled", lambda: cz.DistributedLoss(torch.compile(dense_info_nce, backend="aot_eager")), searched=True),
+    Known("Centred", Centred),
+    _of_pml("TripletMarginLoss"),
+    _of_pml("ProxyAnchorLoss", searched=True, width=3, num_classes=64, embedding_size=3),
+]

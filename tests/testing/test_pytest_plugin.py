@@ -1,7 +1,6 @@
 """The plugin, in pytest sessions of its own; what the pages on testing teach runs and shows what is measured."""
 
 import importlib
-import pydoc
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.invariants import INVARIANTS
-from contrastive_zoo.testing.mistakes import MISTAKES
 from tools.gallery.recipe import GALLERY
 
 pytest_plugins = ["pytester"]
@@ -32,22 +30,19 @@ TESTS = [block for block in HOWTO if "def test_" in block]
 
 
 @pytest.fixture
-def imported() -> None:
-    """Import what cannot be imported twice: pytester forgets what is imported after it began."""
-    for name in ("numpy.fft", "torch._dynamo"):
+def run(request: pytest.FixtureRequest):
+    for name in (
+        "numpy.fft",
+        "torch._dynamo",
+    ):  # which cannot be imported twice: pytester forgets what it sees imported
         importlib.import_module(name)
-
-
-@pytest.fixture
-def run(imported: None, pytester: pytest.Pytester):
+    pytester = request.getfixturevalue("pytester")
     installed = any(entry.name == "contrastive_zoo" for entry in entry_points(group="pytest11"))
+    flags = [*([] if installed else ["-p", PLUGIN]), "--strict-markers", "-Werror", "-ra", "-pno:cacheprovider"]
 
     def run(source: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(HEADER + source)
-        flags = [] if installed else ["-p", PLUGIN]
-        return pytester.runpytest_inprocess(
-            *flags, "--strict-markers", "-Werror", "-ra", "-pno:cacheprovider", *options
-        )
+        return pytester.runpytest_inprocess(*flags, *options)
 
     return run
 
@@ -253,42 +248,23 @@ def test_it_costs_nothing_until_used() -> None:
 
 
 @pytest.mark.audit
-def test_the_first_file_has_ten_lines() -> None:
-    assert len([line for line in TESTS[0].splitlines() if line.strip()]) <= 10
-
-
-@pytest.mark.audit
-def test_the_files_of_the_howto_pass(run, pytester: pytest.Pytester) -> None:
-    for name, block in enumerate(TESTS):
-        pytester.makepyfile(**{f"test_howto_{name}": block})
-    run("").assert_outcomes(passed=8)
-
-
-@pytest.mark.audit
-def test_the_first_file_catches_a_loss_of_own_rows_only(
-    run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_the_howto_pass_and_the_first_catches_a_loss_of_own_rows_only(run, pytester, monkeypatch) -> None:
     monkeypatch.setattr(check, "SHRINKING", 0.5)
-    wrong = TESTS[0].replace("cz.DistributedLoss(my_loss)", "my_loss")
-    assert wrong != TESTS[0]
-    pytester.makepyfile(test_wrong=wrong)
+    first = TESTS[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 10
+    wrong = first.replace("cz.DistributedLoss(my_loss)", "my_loss")
+    assert wrong != first
+    pytester.makepyfile(test_wrong=wrong, **{f"test_howto_{name}": block for name, block in enumerate(TESTS)})
     result = run("")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*Diagnosis: local negatives: *", "*Fix: wrap the one-process loss*"])
+    result.assert_outcomes(passed=8, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*Diagnosis: local negatives: *", "*Fix: wrap the one-process loss*", "FAILED test_wrong*"]
+    )
 
 
 @pytest.mark.audit
 def test_the_stored_pages_are_of_this_gallery_and_these_invariants() -> None:
-    page = (PAGES / "gallery.md").read_text(encoding="utf-8")
-    assert [name for name, x in GALLERY.items() if x.mistake and f"| *{name}*: " not in page] == []
-    rows = re.findall(
-        r"^\| `(\w+)` \|.*\| \*(.*)\* \|$", (PAGES / "how-it-is-tested.md").read_text(encoding="utf-8"), re.M
-    )
+    gallery, tested = ((PAGES / f"{x}.md").read_text(encoding="utf-8") for x in ("gallery", "how-it-is-tested"))
+    assert [name for name, x in GALLERY.items() if x.mistake and f"| *{name}*: " not in gallery] == []
+    rows = re.findall(r"^\| `(\w+)` \|.*\| \*(.*)\* \|$", tested, re.M)
     assert rows == [(invariant.name, invariant.catches) for invariant in INVARIANTS]
-
-
-@pytest.mark.audit
-def test_the_fixes_name_what_exists() -> None:
-    names = {name for mistake in MISTAKES.values() for name in re.findall(r"\bcontrastive_zoo(?:\.\w+)+", mistake.fix)}
-    assert names
-    assert [name for name in sorted(names) if pydoc.locate(name) is None] == []
