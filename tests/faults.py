@@ -42,12 +42,9 @@ class Training:
         torch.manual_seed(0)
         self.fault, self.rank, self.step = fault, rank, 0
         self.encoder = nn.Linear(8, 4)
-        self.loss_fn = cz.DistributedLoss(self.loss())
-
-    def loss(self) -> Any:
-        rows = Rows()
-        rows.act = functools.partial(self.act, IN_ROWS)
-        return rows if self.fault.where == IN_ROWS else cz.NTXent()
+        loss: Any = Rows() if fault.where == IN_ROWS else cz.NTXent()
+        loss.act = functools.partial(self.act, IN_ROWS)
+        self.loss_fn = cz.DistributedLoss(loss)
 
     def act(self, where: str) -> None:
         if self.step != FAULTY_STEP or where != self.fault.where:
@@ -68,9 +65,6 @@ class Training:
                 loss.backward()
                 cz.average_gradients(self.encoder)
 
-    def call_again(self) -> None:
-        self.loss_fn(torch.randn(6, 4), torch.randn(6, 4))
-
 
 BEFORE, IN_ROWS, AFTER = "before", "between messages", "after"
 
@@ -88,14 +82,9 @@ def fail(_: Training) -> None:
     raise FileNotFoundError("no such file: cat.jpg")
 
 
-def stop(_: Training) -> None:
-    """As a debugger or a scheduler stops a process."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def die(_: Training) -> None:
-    """As the kernel kills a process that takes too much memory."""
-    os.kill(os.getpid(), signal.SIGKILL)
+def signalled(number: int) -> Callable[[Training], None]:
+    """As a debugger or a scheduler stops a process, or the kernel kills one that takes too much memory."""
+    return lambda _: os.kill(os.getpid(), number)
 
 
 LOST = "lost the connection to another rank in"
@@ -108,15 +97,19 @@ FAULTS: dict[str, Fault] = {
         "Rows, call 3: rank 0 waited in an exchange of rows … "
         "Rank 1 failed in Rows, call 3: FileNotFoundError: no such file: cat.jpg",
     ),
-    "SIGKILL in the loss": Fault(IN_ROWS, die, f"Rows, call 3: rank 0 … {LOST} … an exchange of rows"),
+    "SIGKILL in the loss": Fault(
+        IN_ROWS, signalled(signal.SIGKILL), f"Rows, call 3: rank 0 … {LOST} … an exchange of rows"
+    ),
     "SIGSTOP before the loss": Fault(
         BEFORE,
-        stop,
+        signalled(signal.SIGSTOP),
         "NTXent, call 3: rank 0 waited … s in the handshake … and not all ranks came … epochs of different length",
         late=True,
     ),
     "one call more than elsewhere": Fault(
-        AFTER, Training.call_again, "out of step: rank 0 is in average_gradients; rank 1 is in NTXent, call"
+        AFTER,
+        lambda x: x.loss_fn(torch.randn(6, 4), torch.randn(6, 4)),
+        "out of step: rank 0 is in average_gradients; rank 1 is in NTXent, call",
     ),
 }
 """One of each kind. To the others an exception is as SIGKILL, a stopped rank as one whose epoch is shorter."""
