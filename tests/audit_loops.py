@@ -34,11 +34,6 @@ from tests.audit_parts import (
 Wrap = Callable[["Parts", Any], nn.Module]
 
 
-def seed_everything(seed: int) -> None:
-    for set_seed in (torch.manual_seed, np.random.seed, random.seed):
-        set_seed(seed)
-
-
 @dataclass(frozen=True)
 class Parts:
     """The parts of a training, by name; ``mistake`` is the diagnosis that is expected, empty for a right training."""
@@ -89,10 +84,6 @@ class Parts:
                 return [*model(torch.cat(views).to(dtype)).chunk(2)]
             return [model(x.to(dtype)) for x in views]
 
-    @property
-    def is_scaled(self) -> bool:
-        return self.precision == "GradScaler"
-
     def autocast(self) -> AbstractContextManager[object]:
         dtype = {"autocast": HALF, "GradScaler": torch.float16}.get(self.precision)
         return torch.autocast("cpu", dtype) if dtype else nullcontext()
@@ -125,14 +116,16 @@ def start(parts: Parts, wrap: Wrap = in_ddp) -> tuple[Any, nn.Module, torch.opti
     model, loss_fn = wrap(parts, ENCODERS[parts.encoder]()), LOSSES[parts.loss]()
     if parts.loss in ("OpenCLIP", "own slice", "detached", "local loss"):
         loss_fn = DistributedDataParallel(loss_fn)
-    seed_everything(dist.get_rank())
+    for set_seed in (torch.manual_seed, np.random.seed, random.seed):
+        set_seed(dist.get_rank())
     trained = [model] if parts.clears == "not optimized" else [model, loss_fn]
     return model, loss_fn, parts.make_optimizer(*trained), parts.make_loader()
 
 
 def loop(parts: Parts, wrap: Wrap = in_ddp, after_backward: Callable[[Any], object] = lambda model: None) -> None:
     model, loss_fn, optimizer, loader = start(parts, wrap)
-    scheduler, scaler = SCHEDULES[parts.schedule](optimizer), torch.amp.GradScaler("cpu", enabled=parts.is_scaled)
+    scheduler = SCHEDULES[parts.schedule](optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=parts.precision == "GradScaler")
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
         for batch in loader:
@@ -239,8 +232,8 @@ def hugging_face(parts: Parts) -> None:
     args = transformers.TrainingArguments(
         tempfile.mkdtemp(), max_steps=6, per_device_train_batch_size=BATCH, use_cpu=True, bf16=parts.precision == "bf16",
         learning_rate=1e-2, report_to=[], disable_tqdm=True, dataloader_drop_last=True, remove_unused_columns=False,
-        dataloader_pin_memory=False, gradient_accumulation_steps=2 if parts.clears == "accumulation" else 1,
-        warmup_steps=2 if parts.schedule else 0, ddp_find_unused_parameters=parts.encoder == "LayerDrop",
+        dataloader_pin_memory=False, warmup_steps=2 if parts.schedule else 0,
+        ddp_find_unused_parameters=parts.encoder == "LayerDrop",
     )  # fmt: skip
     Trainer(WithLoss(parts), args, train_dataset=Pairs(), callbacks=[Validate()]).train()
 
@@ -256,9 +249,9 @@ def lightning_module(parts: Parts, manual: bool) -> None:
 
         def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor | None:
             x, y = parts.augment(batch)
-            if not manual:
-                return self.loss_fn(self.encoder(x), self.encoder(y))
             loss = self.loss_fn(self.encoder(x), self.encoder(y))
+            if not manual:
+                return loss
             first, second = self.optimizers()  # type: ignore[misc]  # two
             first.zero_grad()
             self.manual_backward(loss, retain_graph=True)
@@ -305,12 +298,8 @@ def fabric(parts: Parts) -> None:
         VALIDATIONS[parts.validation](model)
 
 
-def clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 TRAINERS: dict[str, Callable[[Parts], None]] = {
-    "DDP": partial(loop, after_backward=clip),
+    "DDP": partial(loop, after_backward=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
     "average_gradients": partial(loop, wrap=lambda parts, encoder: encoder, after_backward=cz.average_gradients),
     "no average": partial(loop, wrap=lambda parts, encoder: encoder),
     "GradCache": partial(loop, wrap=lambda parts, encoder: cz.GradCache(in_ddp(parts, encoder), 4)),

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 import contrastive_zoo as cz
+from tests.zoo import dense_clip
 
 BATCH, SAMPLES, FEATURES, WIDTH = 8, 96, 12, 16
 HALF = torch.bfloat16
@@ -32,9 +33,6 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": self.views[0][index], "y": self.views[1][index]}
-
-
-# ---- encoders ----
 
 
 class Encoder(nn.Module):
@@ -118,17 +116,10 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# ---- augmentations in the loop, on the views of one rank ----
-
-
 def mixed(x: Tensor) -> Tensor:
     """Mix each sample with another one, as mixup does."""
     share = float(np.random.beta(0.4, 0.4))
     return share * x + (1 - share) * x[np.random.permutation(len(x))]
-
-
-def shifted(x: Tensor) -> Tensor:
-    return x.roll(random.randrange(4), dims=1) * random.uniform(0.8, 1.2)
 
 
 AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -136,11 +127,9 @@ AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "randn_like": lambda x: x + 0.1 * torch.randn_like(x),
     "mask": lambda x: x * (torch.rand(len(x), FEATURES) > 0.3).to(x.dtype),
     "NumPy mixup": mixed,
-    "random.uniform": shifted,
+    "random.uniform": lambda x: x.roll(random.randrange(4), dims=1) * random.uniform(0.8, 1.2),
 }
-
-
-# ---- validations in the loop ----
+"""Of the views of one rank, in the loop."""
 
 
 def recall(model: nn.Module) -> float:
@@ -174,9 +163,6 @@ VALIDATIONS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-# ---- schedules and optimizers ----
-
-
 SCHEDULES: dict[str, Callable[[Any], LRScheduler]] = {
     "": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0),
     "warm-up from 0": lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, step / 2)),
@@ -187,9 +173,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3),
     "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
 }
-
-
-# ---- losses ----
 
 
 class OpenClip(nn.Module):
@@ -219,9 +202,7 @@ class OwnSlice(OpenClip):
         return torch.cat(parts)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = (self.gathered(F.normalize(z, dim=1)) for z in (x, y))
-        logits, target = self.logit_scale.exp() * x @ y.T, torch.arange(len(x))
-        return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        return dense_clip(self.gathered(x), self.gathered(y), (-self.logit_scale).exp())
 
 
 class Detached(OwnSlice):
@@ -229,22 +210,16 @@ class Detached(OwnSlice):
         return super().gathered(x).detach() + 0 * x.sum()
 
 
-class TimesW(nn.Module):
-    def __init__(self, loss_fn: nn.Module, power: int = 1) -> None:
+class Changed(nn.Module):
+    """A loss of this library with its views or its value changed."""
+
+    def __init__(self, of_views: Callable[[Tensor], Tensor] = lambda x: x, power_of_w: int = 0) -> None:
         super().__init__()
-        self.loss_fn, self.power = loss_fn, power
+        self.loss_fn, self.power_of_w = cz.DistributedLoss(learnt(), check_distinct=False), power_of_w
+        self.of_views = of_views
 
     def forward(self, *views: Tensor) -> Tensor:
-        return self.loss_fn(*views) * dist.get_world_size() ** self.power
-
-
-class GatheredFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_fn = cz.DistributedLoss(learnt(), check_distinct=False)
-
-    def forward(self, *views: Tensor) -> Tensor:
-        return self.loss_fn(*map(cz.collectives.all_gather, views))
+        return self.loss_fn(*map(self.of_views, views)) * dist.get_world_size() ** self.power_of_w
 
 
 def learnt() -> nn.Module:
@@ -261,12 +236,12 @@ def seeded_per_rank() -> nn.Module:
 LOSSES: dict[str, Callable[[], nn.Module]] = {
     "NTXent": lambda: cz.DistributedLoss(learnt()),
     "OpenCLIP": OpenClip,
-    "loss × W": lambda: TimesW(cz.DistributedLoss(learnt())),
-    "loss / W": lambda: TimesW(cz.DistributedLoss(learnt()), -1),
+    "loss × W": partial(Changed, power_of_w=1),
+    "loss / W": partial(Changed, power_of_w=-1),
     "local loss": learnt,
     "own slice": OwnSlice,
     "detached": Detached,
-    "gathered first": GatheredFirst,
+    "gathered first": partial(Changed, cz.collectives.all_gather),
     "loss parameters seeded per rank": seeded_per_rank,
     "sum with a trainer that averages": lambda: cz.DistributedLoss(learnt(), grad_reduction="sum"),
 }

@@ -27,15 +27,7 @@ from contrastive_zoo.testing.auditing.launch import (
     without_record,
 )
 from contrastive_zoo.testing.report import WorldReport
-from tests.digits import (
-    SAMPLES,
-    Right,
-    add_up,
-    make_dataset,
-    make_encoder,
-    make_loader,
-    make_loss,
-)
+from tests.digits import SAMPLES, Right, add_up, make_dataset, make_encoder, make_loader, make_loss
 from tests.interpreter import forked
 from tests.zoo import dense_clip
 
@@ -43,14 +35,15 @@ TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
 """Trainings by name, each with the diagnosis that is expected; None for a right one."""
 
 
-def variant(name: str, mistake: str | None = None, base: type = Right) -> Callable[[Callable[[Any], None]], None]:
-    def register(change: Callable[[Any], None]) -> None:
+def variant(name: str, mistake: str | None = None, base: type = Right) -> Callable[[Callable[[Any], None]], Any]:
+    def register(change: Callable[[Any], None]) -> Any:
         def changed() -> Any:
             result = base()
             change(result)
             return result
 
         TRAININGS[name] = changed, mistake
+        return change
 
     return register
 
@@ -69,9 +62,7 @@ def _(x: Any) -> None:
         module.register_comm_hook(None, add_up)
 
 
-@variant('"mean" with a trainer that sums', "trainer sums")
-def _(x: Any) -> None:
-    x.model.register_comm_hook(None, add_up)
+variant('"mean" with a trainer that sums', "trainer sums")(lambda x: x.model.register_comm_hook(None, add_up))
 
 
 @variant('loss parameters not reduced under "sum"', "parameters not reduced")
@@ -167,6 +158,7 @@ class Clip(nn.Module):
         return self.encoder(x), self.encoder(y), self.logit_scale.exp()
 
 
+@variant("the scale of the logits in the model, a gather with gradient", base=OpenClip)
 def with_scale(x: Any) -> None:
     x.model = DistributedDataParallel(Clip())
     x.loss = lambda *views: x.loss_fn(*x.model(*views))
@@ -176,11 +168,6 @@ def with_scale(x: Any) -> None:
 def _(x: Any) -> None:
     with_scale(x)
     x.loss_fn.gather_with_grad = False
-
-
-@variant("the scale of the logits in the model, a gather with gradient", base=OpenClip)
-def _(x: Any) -> None:
-    with_scale(x)
 
 
 @variant("an overflow under GradScaler", base=OpenClip)

@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import pydoc
+import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,7 +22,6 @@ from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing.auditing import diagnosis, recorder, rerun
 from contrastive_zoo.testing.auditing.diagnosis import PROBES
 from contrastive_zoo.testing.auditing.launch import audit, audit_script
-from contrastive_zoo.testing.auditing.records import LossCall, Step
 from contrastive_zoo.testing.auditing.tensors import unit_of_rounding
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis
@@ -46,48 +48,33 @@ IN_NEW_PROCESSES = (
 """Trainings that initialise a process group, or whose samplers are listed."""
 
 
-def expected_of(name: str) -> list[str]:
-    mistake = audit_trainings.TRAININGS[name][1]
-    return [mistake] if mistake else []
-
-
 def names(findings: list[Diagnosis]) -> list[str]:
     return [x.mistake for x in findings]
 
 
-def require(found: AuditReport | WorldReport, expected: list[str]) -> None:
-    """Require that the expected mistakes are found; that a right training is accused of none and is compared in full."""
-    assert set(expected) <= set(names(found.findings)), str(found)
-    assert found.ok is not bool(expected), str(found)
-    assert expected or not found.findings
+def require(found: AuditReport | WorldReport, mistake: str | None) -> None:
+    """Require that the mistake is found; that a right training is accused of none and is compared in full."""
+    assert mistake in names(found.findings) if mistake else not found.findings, str(found)
+    assert found.ok is (mistake is None), str(found)
 
 
-def audit_here(module: str, name: str, without: str = "") -> AuditReport:
-    """Audit a training on this rank of a pool, with a process group; without the probe or signature of a name."""
-    probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
-    signatures = {
-        stage: {name: fits for name, fits in of_stage.items() if name != without}
-        for stage, of_stage in mistakes.SIGNATURES.items()
-    }
-    of_samples = (lambda records, alone: ()) if without == "_of_samples" else diagnosis._of_samples
-    with (
-        patch.object(dist, "init_process_group"),
-        patch.object(diagnosis, "_of_samples", of_samples),
-        patch.object(diagnosis, "PROBES", probes),
-        patch.object(mistakes, "SIGNATURES", signatures),
-    ):
-        return audit(setup(module, name), name=name)
+def audit_here(training: Callable[[], Any], *changed: tuple[Any, str, Any]) -> AuditReport:
+    """Audit a training on this rank of a pool, with a process group, while attributes of the audit have other values."""
+    with ExitStack() as stack:
+        for target, attribute, value in [(dist, "init_process_group", lambda *_: None), *changed]:
+            stack.enter_context(patch.object(target, attribute, value))
+        return audit(training)
 
 
-def test_plain_trainings_are_named_rightly(worlds: Worlds) -> None:
-    for name in (x for x in audit_trainings.TRAININGS if x not in IN_NEW_PROCESSES):
-        for report in worlds.run(2, audit_here, OWN, name):  # every rank gets the report
-            require(report, expected_of(name))
+@pytest.mark.parametrize("name", [x for x in audit_trainings.TRAININGS if x not in IN_NEW_PROCESSES])
+def test_plain_trainings_are_named_rightly(name: str, worlds: Worlds) -> None:
+    for report in worlds.run(2, audit_here, setup(OWN, name)):  # every rank gets the report
+        require(report, audit_trainings.TRAININGS[name][1])
 
 
 @pytest.mark.parametrize("name", IN_NEW_PROCESSES if EVERY_CASE else IN_NEW_PROCESSES[::3])
 def test_trainings_of_their_own_processes_are_named_rightly(name: str) -> None:
-    require(audit_apart(OWN, name), expected_of(name))
+    require(audit_apart(OWN, name), audit_trainings.TRAININGS[name][1])
 
 
 def test_a_script_that_does_not_reach_a_step_is_reported_as_that() -> None:
@@ -98,53 +85,53 @@ def test_a_script_that_does_not_reach_a_step_is_reported_as_that() -> None:
     assert AuditReport("", [report]).status == 2
 
 
-MUTANTS = {
-    "_of_optimizer": (CORPUS, "DDP, the model (wrong)", "never zeroed"),
-    "_of_factor": (CORPUS, "DDP, loss × W (wrong)", "times W"),
-    "_of_gathering": (CORPUS, "DDP, gathered first (wrong)", "gathered first"),
-    "_of_samples": (OWN, "one shard, with noise in the loop", "same shard"),
-    "batch statistics": (CORPUS, "DDP, BatchNorm (wrong)", "batch statistics"),
-    "local negatives": (CORPUS, "DDP, local loss (wrong)", "local negatives"),
-    "trainer sums": (OWN, '"mean" with a trainer that sums', "trainer sums"),
-    "trainer averages": (CORPUS, "DDP, sum with a trainer that averages (wrong)", "trainer averages"),
-    "not reduced": (CORPUS, "no average (wrong)", "not reduced"),
+def without_probe(name: str) -> tuple[Any, str, Any]:
+    return diagnosis, "PROBES", tuple(x for x in PROBES if x.__name__ != name)
+
+
+def without_signature(name: str) -> tuple[Any, str, Any]:
+    others = {stage: {x: y for x, y in of.items() if x != name} for stage, of in mistakes.SIGNATURES.items()}
+    return mistakes, "SIGNATURES", others
+
+
+MISSED = {
+    "never zeroed": without_probe("_of_optimizer"),
+    "times W": without_probe("_of_factor"),
+    "gathered first": without_probe("_of_gathering"),
+    "same shard": (diagnosis, "_of_samples", lambda records, alone: ()),
+    **{x: without_signature(x) for x in ("batch statistics", "local negatives", "trainer averages", "not reduced")},
+    "trainer sums": without_signature("trainer sums"),
 }
+"""Mistakes of trainings, and the change with which an audit misses them."""
+OF_OWN = {"same shard": "one shard, with noise in the loop", "trainer sums": '"mean" with a trainer that sums'}
 
 
-@pytest.mark.parametrize("probe", MUTANTS)
-def test_an_audit_without_a_probe_misses_its_mistake(probe: str, worlds: Worlds) -> None:
-    assert probe in MISTAKES or probe in ["_of_samples", *(x.__name__ for x in PROBES)]
-    module, name, mistake = MUTANTS[probe]
-    assert mistake in names(worlds.run(2, audit_here, module, name)[0].findings)
-    assert mistake not in names(worlds.run(2, audit_here, module, name, probe)[0].findings)
+@pytest.mark.parametrize("mistake", MISSED)
+def test_an_audit_without_a_probe_misses_its_mistake(mistake: str, worlds: Worlds) -> None:
+    of_corpus = (x.train for x in WRONG if x.mistake == mistake)
+    training = setup(OWN, OF_OWN[mistake]) if mistake in OF_OWN else next(of_corpus)
+    assert mistake in names(worlds.run(2, audit_here, training)[0].findings)
+    assert mistake not in names(worlds.run(2, audit_here, training, MISSED[mistake])[0].findings)
 
 
 def test_views_are_not_drawn_again(worlds: Worlds) -> None:
-    (name,) = (x for x in audit_trainings.TRAININGS if x.startswith("views that the loop draws"))
-
-    def drawing_again() -> AuditReport:
-        with patch.object(rerun.Rerun, "_of_ranks", lambda self, calls, leaves, as_long: list(leaves)):
-            return audit_here(OWN, name)
-
-    report = worlds.run(2, drawing_again)[0]
+    training = setup(OWN, "views that the loop draws, and samples that skip a layer")
+    drawn_again = rerun.Rerun, "_of_ranks", lambda self, calls, leaves, as_long: list(leaves)
+    report = worlds.run(2, audit_here, training, drawn_again)[0]
     assert report.ok is False
     assert "dropout was switched off" in str(report)
 
 
 def test_both_orders_of_views_are_tried_where_none_is_closer(worlds: Worlds) -> None:
-    (name,) = (x for x in audit_trainings.TRAININGS if x.startswith("pairs with noise"))
-
-    def without_distances() -> AuditReport:
-        with patch.object(rerun, "_distance", lambda x, y: 1.0):
-            return audit_here(OWN, name)
-
-    require(worlds.run(2, without_distances)[0], [])
+    training = setup(OWN, "pairs with noise in an order that the loop draws, both views in one call")
+    require(worlds.run(2, audit_here, training, (rerun, "_distance", lambda x, y: 1.0))[0], None)
 
 
 def test_every_diagnosis_has_a_reason_and_a_fix_and_the_page_names_only_these() -> None:
     for name, mistake in MISTAKES.items():
         assert mistake.why.endswith("."), name
         assert mistake.fix.endswith("."), name
+        assert all(map(pydoc.locate, re.findall(r"\bcontrastive_zoo(?:\.\w+)+", mistake.fix))), mistake.fix
     of_training = {name for name, x in MISTAKES.items() if x.of_training}
     assert {mistake for _, mistake in audit_trainings.TRAININGS.values() if mistake} <= of_training
     page = (ROOT / "docs" / "pages" / "audit-your-training.md").read_text(encoding="utf-8")
@@ -153,16 +140,10 @@ def test_every_diagnosis_has_a_reason_and_a_fix_and_the_page_names_only_these() 
     assert {name for row in rows for name in row.split(" | ")[0].strip("| ").split(", ")} <= of_training
 
 
-def train(
-    loss_fn: nn.Module,
-    *,
-    add: Callable[[nn.Module], Any] = lambda model: 0,
-    groups: Callable[..., Any] = lambda model, loss: [*model.parameters(), *loss.parameters()],
-    weight_decay: float = 0.0,
-    **options: Any,
-) -> AuditReport:
+def train(loss_fn, *, add=lambda model: 0, groups=None, weight_decay=0.0, **options) -> AuditReport:
     model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(groups(model, loss_fn), 0.1, weight_decay=weight_decay)
+    parameters = groups(model, loss_fn) if groups else [*model.parameters(), *loss_fn.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.1, weight_decay=weight_decay)
 
     def steps() -> None:
         for _ in range(2):
@@ -192,14 +173,13 @@ def test_a_temperature_that_decays_is_noted() -> None:
 
 
 def test_what_raises_in_one_process_is_said() -> None:
-    runs: list[int] = []
+    errors = iter([None, ZeroDivisionError("only once")])
 
     def once() -> None:
-        runs.append(0)
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if len(runs) > 1:
-            raise ZeroDivisionError("only once")
+        if error := next(errors):
+            raise error
         model(torch.eye(2)).square().sum().backward()
         optimizer.step()
 
@@ -248,12 +228,6 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
             call()
 
 
-def test_a_factor_is_relative_to_a_mean_over_micro_batches() -> None:
-    step = Step(losses=[LossCall(0, 4, factor=0.5, backward=i) for i in (1, 2)])
-    assert (step.factor, step.micro_batches) == (1.0, 2)
-    assert Step(roots=[3.0]).factor is None
-
-
 def test_the_status_says_not_compared() -> None:
     same, unknown = Quantity("value", Ratio(1.0, 1.0, 0.0), 1e-9), Quantity("value", reason="unknown")
     differs = Quantity("value", Ratio(2.0, 1.0, 1.0), 1e-9)
@@ -278,26 +252,19 @@ def test_the_report_in_plain_types() -> None:
         (["-W", "3", "--", "train.py", "--steps", "100"], ["train.py", "--steps", "100"]),
     ],
 )
-def test_the_script_gets_its_own_arguments(
-    given: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_gets_its_own_arguments(given, expected, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
     from contrastive_zoo.testing import cli
     from contrastive_zoo.testing.auditing import launch
 
-    calls: list[tuple[list[str], dict[str, object]]] = []
-
-    def called(script: list[str], **settings: object) -> AuditReport:
-        calls.append((script, settings))
-        return AuditReport("", [])
-
-    monkeypatch.setattr(launch, "audit_script", called)
+    audit = Mock(return_value=AuditReport("", []))
+    monkeypatch.setattr(launch, "audit_script", audit)
     done = CliRunner().invoke(cli.app, cli._repeat_option(["audit", *given]))
     assert done.exit_code == 2, done.output  # nothing was compared
-    assert calls[0][0] == expected
-    assert calls[0][1]["world_sizes"] == ([2, 4] if "4" in given else [3] if "3" in given else (2,))
+    assert audit.call_args.args == (expected,)
+    assert audit.call_args.kwargs["world_sizes"] == ([2, 4] if "4" in given else [3] if "3" in given else (2,))
 
 
 OF_LIBRARIES = ("Accelerate", "Hugging Face", "Lightning", "Fabric")
@@ -311,11 +278,11 @@ WITH_MISTAKE = [x for i, x in enumerate(WRONG) if EVERY_CASE or i % 3 == i // 3 
 
 def audited(parts: Parts, worlds: Worlds, processes: int) -> WorldReport:
     """Audit a training: a loop by hand in a pool, a trainer or sampler in new processes."""
-    (name,) = (name for name, x in TRAININGS.items() if x is parts)
     # samplers are listed there, and a loss may raise on the ranks
     if parts.trainer.startswith(OF_LIBRARIES) or parts.sampler != "sharded" or parts.mistake == "unequal parameters":
+        (name,) = (name for name, x in TRAININGS.items() if x is parts)
         return audit_apart(CORPUS, name, processes=processes)
-    return worlds.run(processes, audit_here, CORPUS, name)[0].worlds[0]
+    return worlds.run(processes, audit_here, parts.train)[0].worlds[0]
 
 
 @pytest.mark.parametrize("processes", [2, 3] if EVERY_CASE else [2])
@@ -340,35 +307,24 @@ def test_the_mistake_of_a_wrong_training_is_said(parts: Parts, processes: int, w
     assert names(report.findings).count(parts.mistake) == (not parts.mistake.startswith("accumulation")), str(report)
 
 
-def without_precision(job: Callable[[], AuditReport]) -> AuditReport:
-    with patch.object(recorder, "unit_of_rounding", lambda x: 0.0):
-        return job()
+record_call = recorder.Recorder._call
 
 
-def with_validations_in_the_step(job: Callable[[], AuditReport]) -> AuditReport:
-    def call(self: recorder.Recorder, *args: Any) -> Any:
-        with torch.enable_grad():
-            return record_call(self, *args)
-
-    record_call = recorder.Recorder._call
-    with patch.object(recorder.Recorder, "_call", call):
-        return job()
+def with_gradient(self: recorder.Recorder, *args: Any) -> Any:
+    with torch.enable_grad():
+        return record_call(self, *args)
 
 
-LACKING: dict[Callable[[Any], AuditReport], Parts] = {
-    with_validations_in_the_step: Parts("DDP", validation="train mode, whole set"),
-    without_precision: Parts("DDP", encoder="autocast inside of forward"),
-}
+LACKING = [  # validations are taken for the step; the precision is unknown
+    (Parts("DDP", validation="train mode, whole set"), (recorder.Recorder, "_call", with_gradient)),
+    (Parts("DDP", encoder="autocast inside of forward"), (recorder, "unit_of_rounding", lambda x: 0.0)),
+]
 
 
-@pytest.mark.parametrize("mutant", LACKING)
-def test_an_audit_that_lacks_a_measurement_accuses_a_right_training(mutant: Any, worlds: Worlds) -> None:
-    def job(change: Callable[[Any], AuditReport] = lambda job: job()) -> AuditReport:
-        with patch.object(dist, "init_process_group"):
-            return change(lambda: audit(LACKING[mutant].train))
-
-    assert worlds.run(2, job)[0].ok is True
-    assert worlds.run(2, job, mutant)[0].ok is False
+@pytest.mark.parametrize(("parts", "change"), LACKING)
+def test_an_audit_that_lacks_a_measurement_accuses_a_right_training(parts: Parts, change: Any, worlds: Worlds) -> None:
+    assert worlds.run(2, audit_here, parts.train)[0].ok is True
+    assert worlds.run(2, audit_here, parts.train, change)[0].ok is False
 
 
 def test_precision_is_that_of_the_values() -> None:
