@@ -20,19 +20,14 @@ from jaxtyping import install_import_hook
 install_import_hook(["contrastive_zoo.engine", "contrastive_zoo.engine.masks"], "beartype.beartype")
 
 # the same examples on every machine; a search draws others each time
-quick = settings(max_examples=3, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", quick)
-long = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
-settings.register_profile("long", max_examples=long, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+common: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=3, derandomize=True, **common)
+settings.register_profile("long", max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000")), **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 
 
-IMPORTED_ON_RANKS = [
-    "pytorch_metric_learning.losses",
-    "pytorch_metric_learning.miners",
-    "pytorch_metric_learning.utils.distributed",
-]
+IMPORTED_ON_RANKS = [f"pytorch_metric_learning.{x}" for x in ("losses", "miners", "utils.distributed")]
 """Modules besides the package's own that many ranks of `make test` use: each of its workers imports them once more."""
 OF_TRAINERS = [
     "accelerate",

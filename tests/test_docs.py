@@ -4,6 +4,7 @@ import ast
 import contextlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+import contrastive_zoo as cz
 from tests.interpreter import torchrun
 
 pytestmark = pytest.mark.pages
@@ -35,6 +37,9 @@ class Example(NamedTuple):
     place: str
     source: str
     output: str | None
+
+    def __str__(self) -> str:
+        return self.place
 
     @property
     def ranks(self) -> int | None:
@@ -64,13 +69,7 @@ def printed(source: str, place: str) -> str:
     return out.getvalue()
 
 
-def test_there_are_examples():
-    assert HERE
-    assert ON_RANKS
-    assert SCRIPTS
-
-
-@pytest.mark.parametrize("example", HERE, ids=lambda example: example.place)
+@pytest.mark.parametrize("example", HERE, ids=str)
 def test_example_of_one_process(example):
     for package in ("jax", "pytorch_metric_learning"):
         if f"import {package}\n" in example.source or f"from {package}" in example.source:
@@ -78,18 +77,14 @@ def test_example_of_one_process(example):
     assert printed(example.source, example.place) == (example.output or "")
 
 
-@pytest.mark.parametrize("example", ON_RANKS, ids=lambda example: example.place)
+@pytest.mark.parametrize("example", ON_RANKS, ids=str)
 def test_example_of_several_ranks(example, worlds):
     by_rank = worlds.run(example.ranks, printed, example.source, example.place)
     assert "".join(by_rank) == (example.output or "")
 
 
-@pytest.mark.parametrize(
-    ("example", "processes"),
-    [(SCRIPTS[0], 1), *((example, 2) for example in SCRIPTS)],
-    ids=lambda x: getattr(x, "place", x),
-)
-def test_script(example, processes, tmp_path):
+@pytest.mark.parametrize(("processes", "example"), [(1, SCRIPTS[0]), *((2, x) for x in SCRIPTS)], ids=str)
+def test_script(processes, example, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(example.source, encoding="utf-8")
     done = torchrun(processes, str(script))
@@ -100,27 +95,18 @@ def test_script(example, processes, tmp_path):
 
 def unknown_names(fragment: str) -> list[str]:
     """Names of the library in a fragment that the library does not have."""
-    import contrastive_zoo
-
-    tree = ast.parse(textwrap.dedent(fragment))
-    used = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cz"
-    }
-    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    modules += [x.name for node in ast.walk(tree) if isinstance(node, ast.Import) for x in node.names]
-    imported = [x for x in modules if x.startswith(("contrastive_zoo", "examples")) and find_spec(x) is None]
-    return sorted(used - set(dir(contrastive_zoo))) + imported
+    ast.parse(textwrap.dedent(fragment))
+    used = {*re.findall(r"\bcz\.(\w+)", fragment)}
+    modules = re.findall(r"^ *(?:from|import) ((?:contrastive_zoo|examples)\S*)", fragment, re.MULTILINE)
+    return sorted(used - {*dir(cz)}) + [x for x in modules if find_spec(x) is None]
 
 
 def problems(page: Path) -> list[object]:
     """Blocks of a page that no test runs or checks, names and commands that do not exist, links that lead nowhere."""
     text = page.read_text(encoding="utf-8")
     languages = {fence.strip() for fence in _FENCE.findall(text)} - {"python", "py", "text", "sh", "bash", "{ .py }"}
-    found: list[object] = [
-        x for x in languages if not re.fullmatch(r'\{ \.py title="\w+\.py"( hl_lines="[\d -]+")? \}', x)
-    ]
+    with_title = r'\{ \.py title="\w+\.py"( hl_lines="[\d -]+")? \}'
+    found: list[object] = [x for x in languages if not re.fullmatch(with_title, x)]
     found += [] if len(examples(page)) == text.count("```python\n") else ["a block of python is no example"]
     found += [names for fragment in _FRAGMENT.findall(text) if (names := unknown_names(fragment))]
     snippets = (line for line in text.splitlines() if re.search("8 ?< ?--", line))
@@ -144,14 +130,13 @@ def missing_programs(commands: str) -> list[str]:
         r"python ((?!-m )\S+)": lambda file: (ROOT / file).exists() or (ROOT / "docs" / "tutorial" / file).exists(),
         r"contrastive-zoo (\w+)": {"check", "audit", "explain", "list"}.__contains__,
     }
-    lines = [
-        (line, re.match(form, line), is_there) for line in commands.splitlines() for form, is_there in exists.items()
-    ]
-    return [line for line, match, is_there in lines if match and not is_there(match[1])]
+    missing = []
+    for line, (form, is_there) in itertools.product(commands.splitlines(), exists.items()):
+        missing += [line for name in re.findall(f"^{form}", line) if not is_there(name)]
+    return missing
 
 
-def test_the_reference_lists_every_public_name():
-    import contrastive_zoo
+def test_the_reference_lists_every_public_name_and_family():
     from tools.loss_pages import by_class
 
     pages = ROOT / "docs" / "pages"
@@ -159,29 +144,17 @@ def test_the_reference_lists_every_public_name():
     written = re.findall(r"^::: contrastive_zoo\.((?:[a-z_]+\.)?\w+)$", by_hand, re.MULTILINE)
     built = [*written, *by_class()]
     assert len(built) == len(set(built)), "a name is listed twice"
-    rooms = ("collectives", "data", "engine", "metrics")
-    public = {f"{room}.{name}" for room in rooms for name in getattr(contrastive_zoo, room).__all__}
-    public |= {x for x in contrastive_zoo.__all__ if not inspect.ismodule(getattr(contrastive_zoo, x))} - {
-        "__version__"
-    }
+    public = {f"{room}.{x}" for room in ("collectives", "data", "engine", "metrics") for x in getattr(cz, room).__all__}
+    public |= {x for x in cz.__all__ if not inspect.ismodule(getattr(cz, x))} - {"__version__"}
     missing = public - set(built)
-    assert not missing, (
-        f"{missing}: a loss has a row in contrastive_zoo/testing/catalogue.md, others a page in docs/pages/reference"
-    )
+    assert not missing, f"{missing}: a loss has a row in testing/catalogue.md, others a page in docs/pages/reference"
     modules = {x for x in built if (ROOT / "contrastive_zoo" / x.replace(".", "/")).with_suffix(".py").exists()}
     assert set(built) <= public | modules
     overview = (pages / "reference.md").read_text(encoding="utf-8")
-    assert {name for name in written if f"`{name.rpartition('.')[2]}`" not in overview} == set(), (
-        "name it in docs/pages/reference.md"
-    )
-
-
-def test_every_family_has_a_page_of_the_reference():
-    from contrastive_zoo.testing.catalogue import CATALOGUE
-
-    for family in {entry.family for entry in CATALOGUE.values()}:
-        page = ROOT / "docs" / "pages" / "reference" / f"losses-{family.replace(' ', '-')}.md"
-        assert f"<!-- losses: {family} -->" in page.read_text(encoding="utf-8")
+    families = {f"<!-- losses: {entry.family} -->" for entries in by_class().values() for entry in entries}
+    assert {x for x in families if x not in by_hand} == set()
+    unnamed = {name for name in written if f"`{name.rpartition('.')[2]}`" not in overview}
+    assert not unnamed, f"{unnamed}: name it in docs/pages/reference.md"
 
 
 def unknown_messages(page: str) -> list[str]:
@@ -209,6 +182,7 @@ def test_the_page_shows_the_paths_that_are_chosen():
 
 
 def test_an_example_a_fragment_a_command_or_a_link_that_lies_is_noticed(tmp_path):
+    assert min(len(HERE), len(ON_RANKS), len(SCRIPTS)) > 0
     block = _BLOCK.search("```python\nprint(1 + 1)\n```\n```text\n3\n```")
     assert (printed(block[1], "here"), block[2]) == ("2\n", "3\n")
     page = tmp_path / "page.md"

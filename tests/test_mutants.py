@@ -24,10 +24,7 @@ def test_a_mutant_is_caught_survives_or_hangs(tmp_path: Path, monkeypatch: pytes
     smaller, seven = mutants_of("engine/tiny.py")
     assert (smaller.change, seven.change) == ("a < b → a <= b", "7 → 8")
     with program.planted(smaller, tmp_path):
-        assert program.verdict(["test_tiny.py"], tmp_path) == {
-            "verdict": "caught",
-            "by": "test_tiny.py::test_smaller",
-        }
+        assert program.verdict(["test_tiny.py"], tmp_path) == {"verdict": "caught", "by": "test_tiny.py::test_smaller"}
         assert program.verdict(["test_tiny.py"], tmp_path, seconds=0.01)["verdict"] == "timed out"
     assert module.read_text() == SOURCE
     with program.planted(seven, tmp_path):

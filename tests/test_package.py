@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -210,25 +211,19 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def package_page() -> str:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for rule in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
-        text = re.sub(rule["pattern"], rule["replacement"], text)
-    return text
-
-
 def test_the_version_is_written_once() -> None:
     assert "version" in PROJECT["project"]["dynamic"]
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == cz.__version__  # type: ignore[index]  # None fails the test
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(r"^## \[(\d[^\]]*)\]", changes, re.MULTILINE)[1] == cz.__version__  # type: ignore[index]  # None fails the test
+    for file, line in {"CITATION.cff": r"^version: (.+)$", "CHANGELOG.md": r"^## \[(\d[^\]]*)\]"}.items():
+        latest, *_ = re.findall(line, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert latest == cz.__version__
 
 
 def test_the_package_page_has_no_relative_link() -> None:
-    targets = re.findall(r"\]\(([^)]+)\)", package_page())
-    assert [target for target in targets if not re.match(r"https?://|#", target)] == []
-    assert "(`docs/pages/which-all-gather.md`)" in package_page()
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    for rule in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        page = re.sub(rule["pattern"], rule["replacement"], page)
+    assert [x for x in re.findall(r"\]\(([^)]+)\)", page) if not re.match(r"https?://|#", x)] == []
+    assert "(`docs/pages/which-all-gather.md`)" in page
 
 
 def test_the_extras_are_explained_once() -> None:
@@ -266,36 +261,27 @@ def test_the_library_pickles_nothing_and_starts_nothing() -> None:
         assert not set(calls[::2]) & RUNNING, module  # model.eval() is none
 
 
-def test_such_calls_are_noticed() -> None:
+def test_such_calls_and_words_are_noticed() -> None:
     code = ast.parse("import pickle\ndist.all_gather_object(x, y)\neval('1')\nmodel.eval()\ntorch.load(f)")
     assert set(imported(code)) & PICKLING == {"pickle"}
     assert set(called(code)) & OBJECTS == {"all_gather_object"}
     assert set(list(called(code))[::2]) & RUNNING == {"eval", "torch.load"}
-
-
-def test_such_words_are_noticed() -> None:
     code = ast.parse("def f(world): world.rank, dist.x, a.get_world_size()\ndef local(): get_rank()")
     assert words(code) & {*OF_RANKS, "world"} == {"world", "world.rank", "dist", "get_world_size"}
 
 
-def listening(process: psutil.Process) -> list[str]:
-    return [x.laddr.ip for x in process.net_connections() if x.status == psutil.CONN_LISTEN]
+def listening(*pids: int) -> set[Any]:
+    connections = [x for pid in pids for x in psutil.Process(pid).net_connections()]
+    return {x.laddr for x in connections if x.status == psutil.CONN_LISTEN}
 
 
-def test_ranks_of_the_test_pool_listen_on_this_machine_only(worlds: Worlds) -> None:
-    pids = worlds.run(2, os.getpid)
-    addresses = [address for pid in pids for address in listening(psutil.Process(pid))]
-    assert addresses
-    assert set(addresses) <= {"127.0.0.1", "::1"}
-
-
-def test_the_store_of_an_audit_listens_on_this_machine_only() -> None:
-    before = listening(psutil.Process())
+def test_ranks_of_the_test_pool_and_the_store_of_an_audit_listen_on_this_machine_only(worlds: Worlds) -> None:
+    before = listening(os.getpid())
     store = local_store()
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-    new = listening(psutil.Process())[len(before) :] or listening(psutil.Process())
-    assert set(new) <= {"127.0.0.1", "::1"}
+    of_ranks, of_store = listening(*worlds.run(2, os.getpid)), listening(os.getpid()) - before
+    assert of_ranks
+    assert store.port in {x.port for x in of_store}
+    assert {x.ip for x in of_ranks | of_store} <= {"127.0.0.1", "::1"}
 
 
 def test_the_pool_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -54,17 +53,14 @@ def test_every_recipe_is_a_file_to_copy() -> None:
         assert f'--8<-- "examples/recipes/{name}.py"' in page
 
 
-def edited(name: str, edits: dict[str, str]) -> str:
-    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    for old, new in edits.items():
-        assert old in text
-        text = text.replace(old, new)
-    return text
-
-
 def losses(name: str, processes: int, edits: dict[str, str] | None = None) -> list[float]:
     """Return the numbers that a recipe prints, in float64 where its trainer computes in it; run in the current folder."""
-    Path(f"{name}.py").write_text(edited(name, edits or {}), encoding="utf-8")
+    pytest.importorskip(LIBRARIES.get(name, "torch"))
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    for old, new in (edits or {}).items():
+        assert old in text
+        text = text.replace(old, new)
+    Path(f"{name}.py").write_text(text, encoding="utf-8")
     dtype = "float32" if name == "deepspeed_engine" else "float64"
     done = torchrun(processes, "-c", PROGRAM.format(dtype), f"{name}.py")
     assert done.returncode == 0, done.stderr
@@ -85,14 +81,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_prints_on_many_processes_what_one_prints(name: str, expected: list[float], folder: Path) -> None:
-    pytest.importorskip(LIBRARIES.get(name, "torch"))
-    alone = losses(name, 1) if name in OF_TEXTS else expected
-    assert alone
-    assert losses(name, PROCESSES.get(name, 2)) == pytest.approx(alone, rel=TOLERANCES.get(name, 1e-10))
-
-
 SUMMED = """for module in (model, loss_fn):
     fully_shard(module)
     module.set_gradient_divide_factor(1.0)
@@ -102,22 +90,22 @@ OF_A_SUM = {"(0.5))": '(0.5)), grad_reduction="sum"'}
 IN_FLOAT64 = {"enabled=False": "enabled=True", 'torch.autocast("cpu", torch.bfloat16)': "torch.enable_grad()"}
 
 RIGHT = [
+    *((name, {}) for name in RECIPES),
     ("amp", IN_FLOAT64),
     ("fabric", {"loss_fn.to(fabric.device)": "fabric.setup_module(loss_fn)"}),
     ("fsdp", {"optimizer = ": "fully_shard(loss_fn)\noptimizer = "}),
     ("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED, **OF_A_SUM}),
     *(("deepspeed_engine", {'"stage": 2': f'"stage": {stage}'}) for stage in (0, 1, 3)),
 ]
-"""Other ways to write a recipe, as edits of its text."""
+"""Recipes, and other ways to write them, as edits of their text."""
 
 
 @pytest.mark.parametrize(("name", "edits"), RIGHT)
-def test_another_way_to_write_it_prints_the_same(
-    name: str, edits: dict[str, str], expected: list[float], folder: Path
-) -> None:
-    pytest.importorskip(LIBRARIES.get(name, "torch"))
-    tolerance = TOLERANCES.get(name, 1e-10) if name != "amp" else 1e-10
-    assert losses(name, PROCESSES.get(name, 2), edits) == pytest.approx(expected, rel=tolerance)
+def test_a_recipe_prints_on_many_processes_what_one_prints(name, edits, expected: list[float], folder: Path) -> None:
+    alone = losses(name, 1) if name in OF_TEXTS else expected
+    assert alone
+    tolerance = 1e-10 if edits is IN_FLOAT64 else TOLERANCES.get(name, 1e-10)
+    assert losses(name, PROCESSES.get(name, 2), edits) == pytest.approx(alone, rel=tolerance)
 
 
 LOOP = """        loss = loss_fn(model(x), y)  # local embeddings in, the loss of all processes out
@@ -139,49 +127,38 @@ ACCUMULATION = {
 
 
 @pytest.mark.parametrize("name", ACCUMULATION)
-def test_an_accumulation_prints_on_two_processes_what_one_prints(
-    name: str, expected: list[float], folder: Path
-) -> None:
-    pytest.importorskip(LIBRARIES.get(name, "torch"))
+def test_an_accumulation_prints_on_two_processes_what_one_prints(name, expected: list[float], folder: Path) -> None:
     alone = losses("ddp", 1, ACCUMULATION["ddp"])
     assert alone[-1] != pytest.approx(expected[-1], rel=1e-4)
     assert losses(name, 2, ACCUMULATION[name]) == pytest.approx(alone, rel=1e-10)
 
 
-class Mistake(NamedTuple):
-    """A mistake as edits of a recipe, and its row in the table of the page, if it has one."""
-
-    name: str
-    edits: dict[str, str]
-    row: str = ""
-
-
 A_LOSS_FOR_EACH_CHUNK = "sum(loss_fn(*part) for part in zip(encode(x).split(50), y.split(50))) / 2"
 WRONG = [
-    Mistake("ddp", {"cz.DistributedLoss(": "("}, "each process compares only its own samples"),
-    Mistake("ddp", {", *loss_fn.parameters()": ""}, "the loss's parameters are not in the optimizer"),
-    Mistake("ddp", {"optimizer.zero_grad()": "model.zero_grad()"}, "the loss's parameters are never zeroed"),
-    Mistake("ddp", {"loss.backward()": "(2 * loss).backward()"}, "the loss is multiplied by W"),
-    Mistake("ddp", {"    sampler.set_epoch(epoch)\n": ""}, "no `set_epoch`"),
-    Mistake("ddp", OF_A_SUM, '`grad_reduction="sum"` with a trainer that averages'),
-    Mistake("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED}),
-    Mistake("gradient_cache", {"loss_fn(encode(x), y)": A_LOSS_FOR_EACH_CHUNK}, "a loss for each chunk"),
-    Mistake("hsdp", {"(0.5))": '(0.5)), process_group=mesh["shard"]'}),
-    Mistake("huggingface", {"cz.DistributedLoss(": "("}),
-    Mistake("lightning_module", {"cz.DistributedLoss(": "("}),
-    Mistake("sentence_transformers_trainer", {"DistributedSentenceLoss(losses": "(losses"}),
+    ("ddp", {"cz.DistributedLoss(": "("}, "each process compares only its own samples"),
+    ("ddp", {", *loss_fn.parameters()": ""}, "the loss's parameters are not in the optimizer"),
+    ("ddp", {"optimizer.zero_grad()": "model.zero_grad()"}, "the loss's parameters are never zeroed"),
+    ("ddp", {"loss.backward()": "(2 * loss).backward()"}, "the loss is multiplied by W"),
+    ("ddp", {"    sampler.set_epoch(epoch)\n": ""}, "no `set_epoch`"),
+    ("ddp", OF_A_SUM, '`grad_reduction="sum"` with a trainer that averages'),
+    ("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED}, ""),
+    ("gradient_cache", {"loss_fn(encode(x), y)": A_LOSS_FOR_EACH_CHUNK}, "a loss for each chunk"),
+    ("hsdp", {"(0.5))": '(0.5)), process_group=mesh["shard"]'}, ""),
+    ("huggingface", {"cz.DistributedLoss(": "("}, ""),
+    ("lightning_module", {"cz.DistributedLoss(": "("}, ""),
+    ("sentence_transformers_trainer", {"DistributedSentenceLoss(losses": "(losses"}, ""),
 ]
+"""Mistakes as edits of a recipe, each with its row in the table of the page, if it has one."""
 
 
-@pytest.mark.parametrize("mistake", WRONG, ids=lambda x: f"{x.name} {x.row}")
-def test_a_mistake_changes_what_is_printed(mistake: Mistake, expected: list[float], folder: Path) -> None:
-    pytest.importorskip(LIBRARIES.get(mistake.name, "torch"))
-    alone = losses(mistake.name, 1) if mistake.name in OF_TEXTS else expected
-    found = losses(mistake.name, PROCESSES.get(mistake.name, 2), mistake.edits)
+@pytest.mark.parametrize(("name", "edits", "row"), WRONG)
+def test_a_mistake_changes_what_is_printed(name, edits, row: str, expected: list[float], folder: Path) -> None:
+    alone = losses(name, 1) if name in OF_TEXTS else expected
+    found = losses(name, PROCESSES.get(name, 2), edits)
     assert found != pytest.approx(alone, rel=1e-4)
     page = (PAGES / "trainers.md").read_text(encoding="utf-8")
     assert f"| nothing | {expected[-1]:.3f} |" in page
-    assert not mistake.row or f"| {mistake.row} | {found[-1]:.3f} |" in page
+    assert not row or f"| {row} | {found[-1]:.3f} |" in page
 
 
 REFUSED = [
@@ -195,9 +172,6 @@ REFUSED = [
 def test_a_mistake_that_ranks_can_see_is_refused(words: str, name: str, edits: dict[str, str], folder: Path) -> None:
     with pytest.raises(AssertionError, match=words):
         losses(name, PROCESSES.get(name, 2), edits)
-
-
-TUTORIAL = PAGES / "from-one-gpu-to-many.md"
 
 
 def printed_by(command: str) -> str:
@@ -224,14 +198,16 @@ def without_measurements(text: str) -> str:
     return re.sub(r"\d+\.\d s|\d+e[+-]\d+", "#", text)
 
 
-def test_the_tutorial_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorial_is_short_and_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nbformat")
     from tools.notebook import as_notebook
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    cells = [x for x in as_notebook(TUTORIAL.read_text(encoding="utf-8")).cells if x.cell_type == "code"]
+    page = (PAGES / "from-one-gpu-to-many.md").read_text(encoding="utf-8")
+    assert len(page.split()) <= 2500
+    cells = [x for x in as_notebook(page).cells if x.cell_type == "code"]
     outputs = 0
     for cell in cells:
         if cell.source.startswith("%%writefile"):
@@ -247,7 +223,3 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert outputs == 12
     assert cells[-1].source == "!python same.py one.pt many.pt"
     assert cells[-1].outputs[0].text == "same\n"
-
-
-def test_the_tutorial_is_short() -> None:
-    assert len(TUTORIAL.read_text(encoding="utf-8").split()) <= 2500

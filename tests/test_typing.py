@@ -25,11 +25,8 @@ COMMANDS = {
 def printed() -> dict[str, str]:
     """What each checker prints; both run at once. One that finds errors is none that fails."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    running = {
-        name: subprocess.Popen([sys.executable, "-m", *command], **pipes)
-        for name, command in COMMANDS.items()
-        if find_spec(name)
-    }
+    installed = filter(find_spec, COMMANDS)
+    running = {name: subprocess.Popen([sys.executable, "-m", *COMMANDS[name]], **pipes) for name in installed}
     found = {}
     for name, process in running.items():
         found[name], errors = process.communicate(timeout=600)

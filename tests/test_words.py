@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 PRIVATE = {
@@ -68,40 +70,28 @@ def not_nouns(source: str) -> set[str]:
 
 @functools.cache
 def files() -> dict[str, str]:
-    paths: list[Path] = []
-    for name in COVERED:
-        path = ROOT / name
-        paths += [*path.rglob("*.py"), *path.rglob("*.md")] if path.is_dir() else [path]
-    covered = sorted(path for path in paths if path.exists() and path != Path(__file__))
-    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in covered}
-
-
-def violations(rule: Callable[[str], Collection[str]], suffix: str, under: str = "") -> dict[str, Collection[str]]:
-    refused = {path: rule(text) for path, text in files().items() if path.endswith(suffix) and path.startswith(under)}
-    return {path: words for path, words in refused.items() if words}
+    folders = [ROOT / name for name in COVERED if (ROOT / name).is_dir()]
+    paths = [x for folder in folders for suffix in ("py", "md") for x in folder.rglob(f"*.{suffix}")]
+    covered = {*paths, *(ROOT / name for name in COVERED)} - {*folders, Path(__file__)}
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(covered)}
 
 
 def private_words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
-def test_the_files_are_read() -> None:
-    assert {"README.md", "check.py", "cli.py", "zoo.md"} <= {Path(path).name for path in files()}
-
-
-def test_standard_terms_are_used() -> None:
-    assert violations(private_words, "") == {}
-
-
-def test_names_are_standard_terms() -> None:
-    assert violations(private_names, ".py") == {}
-
-
-def test_names_of_the_package_are_nouns() -> None:
-    assert violations(not_nouns, ".py", "contrastive_zoo/") == {}
+@pytest.mark.parametrize(
+    ("rule", "suffix", "under"),
+    [(private_words, "", ""), (private_names, ".py", ""), (not_nouns, ".py", "contrastive_zoo/")],
+)
+def test_standard_terms_are_used(rule: Callable[[str], Collection[str]], suffix: str, under: str) -> None:
+    read = {path: text for path, text in files().items() if path.endswith(suffix) and path.startswith(under)}
+    assert "contrastive_zoo/testing/check.py" in read
+    assert {path: words for path, text in read.items() if (words := rule(text))} == {}
 
 
 def test_violations_are_noticed() -> None:
+    assert {"README.md", "docs/pages/zoo.md"} <= files().keys()
     assert private_words("The mend travels in everybody's luggage.") == ["mend", "travels", "everybody's", "luggage"]
     assert private_words("a recommended flaw") == []
     code = "def meet(guilty, embedding_bag): foreignLoss = 'pull'; impulley, DrawsLaws, Law = 1, 2, 3"

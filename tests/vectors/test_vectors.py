@@ -12,6 +12,7 @@ import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.catalogue import CATALOGUE
+from tests.helpers import local_shard
 from tools.vectors import TOLERANCE, error, make_loss, write_vectors
 from tools.vectors.cases import CASES, LEFT_OUT
 
@@ -62,7 +63,6 @@ def test_files_are_those_of_the_index_and_numbers_finite_in_64_bits(written: Pat
 
 def errors_on_ranks(folder: Path, drawn: list[tuple[str, int]], planted: str = "") -> dict[str, float]:
     torch.set_default_dtype(torch.float64)
-    rank = torch.distributed.get_rank()
     cases = json.loads((folder / "vectors.json").read_text(encoding="utf-8"))["cases"]
     errors = {}
     for name, number in drawn:
@@ -71,19 +71,14 @@ def errors_on_ranks(folder: Path, drawn: list[tuple[str, int]], planted: str = "
         loss = make_loss(CASES[name])
         loss.load_state_dict({x: torch.from_numpy(arrays[f"{kind}.{x}"]) for kind in ("parameter", "buffer")
                               for x in case[f"{kind}s"]}, strict=True)  # fmt: skip
-        wrapped = cz.DistributedLoss(loss, grad_reduction="mean")
-        local, places = {}, {}
-        for argument, sizes in split.items():
-            places[argument] = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-            x = torch.from_numpy(arrays[f"argument.{argument}"])[places[argument]].clone()
-            local[argument] = x.requires_grad_(x.is_floating_point())
-        value = wrapped(*local.values())
+        local = {x: local_shard(torch.from_numpy(arrays[f"argument.{x}"]), sizes) for x, sizes in split.items()}
+        value = cz.DistributedLoss(loss)(*(x.requires_grad_(x.is_floating_point()) for x in local.values()))
         value.backward()
         found = [(value.detach().numpy(), arrays["value"])]
         for argument, x in local.items():
-            if f"gradient.argument.{argument}" in arrays:
-                gradient = x.grad / (1 if planted else len(split[argument]))  # the trainer divides by W
-                found.append((gradient.numpy(), arrays[f"gradient.argument.{argument}"][places[argument]]))
+            if (gradient := arrays.get(f"gradient.argument.{argument}")) is not None:
+                of_rank = x.grad / (1 if planted else len(split[argument]))  # the trainer divides by W
+                found.append((of_rank.numpy(), local_shard(torch.from_numpy(gradient), split[argument]).numpy()))
         found += [(x.grad.numpy(), arrays[f"gradient.parameter.{p}"]) for p, x in loss.named_parameters()]
         found += [(x.numpy(), arrays[f"buffer_after.{b}"]) for b, x in loss.named_buffers()]
         errors[name] = float(np.max([error(np.asarray(a), b) for a, b in found]))  # NaN if one is
