@@ -197,10 +197,7 @@ ANYWHERE: list[tuple[Callable[[Wrap], Any], str]] = [
     ),
     (lambda w: w(cz.HMLC(level_weights=[1, 1]))(z(), y()[:, None].repeat(1, last(3, 2))), "[n, 2] … got int64 [4, 3]"),
     (lambda w: w(cz.SupCon())(z(), last(2, 1) * torch.ones(4, 3).long()), "labels [n, C] are 1 … got 2 … 2"),
-    (
-        lambda w: w(cz.SigLIP())(z(), z(last(3, 4)), y()),
-        "images … do not pair with texts … Pass ids and text_ids",
-    ),
+    (lambda w: w(cz.SigLIP())(z(), z(last(3, 4)), y()), "images … do not pair with texts … Pass ids and text_ids"),
     (lambda w: w(cz.MNRL(in_batch_negatives=False))(z(), z(), *[z()] * last(0, 1)), "MNRL: … leaves a query its own"),
     (lambda w: w(cz.SupCon())(z(), y(last(5, 4))), "one per row, got 5 for 4 rows … own labels"),
     (

@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,13 +59,8 @@ NONSENSE = st.one_of(TENSORS, TENSORS.map(lambda x: x), one(OTHERS))
 """Two of three are tensors."""
 
 
-class Target(NamedTuple):
-    """A callable with valid arguments, of which those that are None may be nonsense, too."""
-
-    run: Callable[..., Any]
-    arguments: Mapping[str, Any]
-
-
+Target = tuple[Callable[..., Any], Mapping[str, Any]]
+"""A callable with valid arguments, of which those that are None may be nonsense, too."""
 SKIPPED = {"world", "process_group", "sharded", "check_finite", "shards", "shard_over"}
 """Arguments that choose other ranks, or whose meaning is no test of one call."""
 
@@ -110,7 +105,7 @@ def of(function: Any, valid: Mapping[str, Any], called: Mapping[str, Any] | None
             return list(made)
         return made if called is None else getattr(made, method)(*of_call)
 
-    return Target(run, {**arguments, **(called or {})})
+    return run, {**arguments, **(called or {})}
 
 
 def of_loss(entry: Entry) -> Target:
@@ -145,13 +140,13 @@ def internal_error(target: Target, arguments: Mapping[str, Any]) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            target.run(**arguments)
+            target[0](**arguments)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             if _is_in_words(error, frames):
                 return None
             return f"{type(error).__name__} in {Path(frames[-1].filename).name}: {error}"
-    sizes = _sizes(target, arguments)
+    sizes = _sizes(target[1], arguments)
     return f"silent broadcast: {sizes}" if len(sizes) > len(dict(sizes)) else None
 
 
@@ -169,9 +164,9 @@ def _is_in_words(error: Exception, frames: traceback.StackSummary) -> bool:
     return (isinstance(error, (ValueError, TypeError)) and is_ours) or type(error).__name__ == "TypeCheckError"
 
 
-def _sizes(target: Target, arguments: Mapping[str, Any]) -> set[tuple[int, int]]:
+def _sizes(valid: Mapping[str, Any], arguments: Mapping[str, Any]) -> set[tuple[int, int]]:
     """Sizes of tensors' dimensions that have n samples, or the width, in a valid call, with those of this one."""
-    pairs = [(target.arguments.get(name), x) for name, x in arguments.items()]
+    pairs = [(valid.get(name), x) for name, x in arguments.items()]
     tensors = [of for of in pairs if all(isinstance(x, Tensor) for x in of) and of[0].ndim == of[1].ndim]
     return {of for x, y in tensors for of in zip(x.shape, y.shape, strict=True) if of[0] in (SAMPLES, WIDTH)}
 
@@ -180,15 +175,15 @@ def _sizes(target: Target, arguments: Mapping[str, Any]) -> set[tuple[int, int]]
 @settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_nonsense_is_answered_in_words(name: str, data: st.DataObject) -> None:
-    target = TARGETS[name]()
-    valid = {name: x for name, x in target.arguments.items() if x is not None}
-    target.run(**valid)
-    replaced = data.draw(st.lists(one(sorted(target.arguments)), min_size=1, max_size=2, unique=True))
-    assert internal_error(target, valid | {name: data.draw(NONSENSE) for name in replaced}) is None
+    run, possible = TARGETS[name]()
+    valid = {name: x for name, x in possible.items() if x is not None}
+    run(**valid)
+    replaced = data.draw(st.lists(one(sorted(possible)), min_size=1, max_size=2, unique=True))
+    assert internal_error((run, possible), valid | {name: data.draw(NONSENSE) for name in replaced}) is None
 
 
 def test_an_internal_error_and_a_silent_broadcast_are_noticed() -> None:
-    target = Target(lambda x: cz.World.of(cz.World()).shards(x), {"x": 1})
+    target: Target = (lambda x: cz.World.of(cz.World()).shards(x), {"x": 1})
     assert (internal_error(target, {"x": object()}) or "").startswith("TypeError in world.py")
-    target = Target(lambda rows, labels: rows + labels[:, None], {"rows": Z, "labels": LABELS})
+    target = (lambda rows, labels: rows + labels[:, None], {"rows": Z, "labels": LABELS})
     assert (internal_error(target, {"rows": Z, "labels": torch.ones(1)}) or "").startswith("silent broadcast")

@@ -90,10 +90,7 @@ CASES: dict[str, tuple[Callable[[], Any], Call, dict[str, Any]]] = {
     ),
 }
 
-TRAININGS = [
-    [(3, 4), (2, 5), (4, 4), (5, 0), (0, 3)],
-    [(2, 0, 3), (3, 3, 3), (0, 4, 1)],
-]
+TRAININGS = [[(3, 4), (2, 5), (4, 4), (5, 0), (0, 3)], [(2, 0, 3), (3, 3, 3), (0, 4, 1)]]
 
 
 def gradients(value: Tensor, model: Sequence[Tensor]) -> list[Tensor]:

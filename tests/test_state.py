@@ -53,49 +53,46 @@ def test_a_queue_whose_content_differs_is_noticed(worlds: Worlds) -> None:
     assert "its content" in first
 
 
-def local_rows() -> Tensor:
-    return numbers(2, 3, seed=dist.get_rank())
+def views() -> tuple[Tensor, Tensor]:
+    rows = numbers(2, 3, seed=dist.get_rank())
+    return rows, rows.flip(0)
 
 
-Function = Callable[[Any], Any]
-HOLDERS: dict[str, tuple[Function, Function, Function]] = {
-    "DistributedLoss": (
-        lambda group: cz.DistributedLoss(cz.NTXent(), process_group=group),
-        lambda x: x(local_rows(), local_rows().flip(0)),
-        lambda x: x,
-    ),
-    "Monitor": (
-        lambda group: cz.Monitor(cz.DistributedLoss(cz.NTXent(), process_group=group)),
-        lambda x: x._loss_fn(local_rows(), local_rows().flip(0)),
-        lambda x: x._loss_fn,
-    ),
-    "DistributedMiner": (
+class Holder(NamedTuple):
+    """How an object with a process group is made, what it computes, and where in it the group is."""
+
+    make: Callable[[Any], Any]
+    use: Callable[[Any], Any]
+    of: Callable[[Any], Any] = lambda x: x
+
+
+def cached(group: Any) -> cz.GradCache:
+    return cz.GradCache(nn.Linear(3, 1).double(), 1, process_group=group)
+
+
+def wrapped(group: Any) -> cz.DistributedLoss:
+    return cz.DistributedLoss(cz.NTXent(), process_group=group)
+
+
+HOLDERS = {
+    "DistributedLoss": Holder(wrapped, lambda x: x(*views())),
+    "Monitor": Holder(lambda group: cz.Monitor(wrapped(group)), lambda x: x._loss_fn(*views()), lambda x: x._loss_fn),
+    "DistributedMiner": Holder(
         lambda group: cz.data.DistributedMiner(BatchHardMiner(), process_group=group),
-        lambda x: x(local_rows(), torch.arange(2)),
-        lambda x: x,
+        lambda x: x(views()[0], torch.arange(2)),
     ),
-    "GradCache": (
-        lambda group: cz.GradCache(nn.Linear(3, 1).double(), 1, process_group=group),
-        lambda x: x(local_rows()).shape,
-        lambda x: x,
+    "GradCache": Holder(cached, lambda x: x(views()[0]).shape),
+    "MomentumEncoder": Holder(
+        lambda group: cz.MomentumEncoder(cached(group)), lambda x: x.encoder(views()[0]).shape, lambda x: x.encoder
     ),
-    "MomentumEncoder": (
-        lambda group: cz.MomentumEncoder(cz.GradCache(nn.Linear(3, 1).double(), 1, process_group=group)),
-        lambda x: x.encoder(local_rows()).shape,
-        lambda x: x.encoder,
+    "GlobalBatchSampler": Holder(
+        lambda group: cz.data.GlobalBatchSampler(6, batch_size=4, shuffle=False, process_group=group), list
     ),
-    "GlobalBatchSampler": (
-        lambda group: cz.data.GlobalBatchSampler(6, batch_size=4, shuffle=False, process_group=group),
-        list,
-        lambda x: x,
-    ),
-    "RetrievalMetrics": (
+    "RetrievalMetrics": Holder(
         lambda group: cz.metrics.RetrievalMetrics("recall@1", process_group=group),
-        lambda x: (x.reset(), x.update(local_rows(), torch.arange(2)), x.compute())[2],
-        lambda x: x,
+        lambda x: (x.reset(), x.update(views()[0], torch.arange(2)), x.compute())[2],
     ),
 }
-"""How an object with a process group is made, what it computes, and where in it the group is."""
 
 
 def saved_and_loaded(value: Any, *, weights_only: bool = False) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -27,14 +26,6 @@ class Change(NamedTuple):
     of_rows: Rows = lambda rows: rows
     hidden: bool = False  # ranks cannot read it: they may refuse one or two steps later
     right: bool = True  # whether steps are right if all ranks make it; otherwise they may refuse
-
-
-def changes_of(wrapper: cz.DistributedLoss) -> list[Change]:
-    """Return all changes of one rank."""
-    loss = wrapper.loss
-    modules = loss.named_modules() if isinstance(loss, nn.Module) else ()
-    members = [_of_module(path or "the loss", x) for path, x in modules] or [_of_function(loss)]
-    return [*chain(_of_rows(loss), _of_surroundings(), _of_wrapper(wrapper), of_user_code(loss), *members)]
 
 
 def of_user_code(loss: Any) -> Iterator[Change]:
@@ -66,31 +57,34 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 LABELS: dict[str, Callable[[Tensor], Tensor]] = {"short labels": Tensor.int, "labels as floats": Tensor.double}
 
 
-def _of_rows(loss: Any) -> Iterator[Change]:
+def changes_of(wrapper: cz.DistributedLoss) -> Iterator[Change]:
+    """Yield all changes of one rank."""
+
     def changed(of_floats: bool, change: Put, rows: list[Tensor]) -> list[Tensor]:
         return [change(x) if x.is_floating_point() == of_floats else x for x in rows]
 
+    loss = wrapper.loss
     for what, change in (ROWS | LABELS).items():
         if what != "wider rows" or not getattr(loss, "takes_any_width", False):
             yield Change(what, of_rows=partial(changed, what in ROWS, change))
     yield Change("an argument less", of_rows=lambda rows: rows[:-1])
-
-
-def _of_surroundings() -> Iterator[Change]:
     yield Change("autocast", lambda: torch.autocast("cpu", torch.bfloat16))
     yield Change("no gradients", torch.no_grad)
     yield Change("inference mode", torch.inference_mode)
     yield Change("plain formulas", cz.engine.plain_formulas)
     yield Change("a default dtype", _put(torch.set_default_dtype, torch.float64, torch.float32))
-    other = torch.Generator().manual_seed(99).get_state()
-    yield Change("random states", _put(torch.set_rng_state, other, torch.get_rng_state()))
-
-
-def _of_wrapper(wrapper: cz.DistributedLoss) -> Iterator[Change]:
+    state = torch.Generator().manual_seed(99).get_state()
+    yield Change("random states", _put(torch.set_rng_state, state, torch.get_rng_state()))
     other = {"grad_reduction": "sum" if wrapper.grad_reduction == "mean" else "mean", "ring": not wrapper.ring}
     for option, value in {**other, "check_finite": False, "check_equal": False, "check_distinct": False}.items():
         yield Change(f"{option}={value}", _put(partial(setattr, wrapper, option), value, getattr(wrapper, option)))
     yield Change("evaluation", _put(wrapper.train, False, True))
+    yield from of_user_code(loss)
+    if not isinstance(loss, nn.Module):
+        yield from _of_function(loss)
+        return
+    for path, module in loss.named_modules():
+        yield from _of_module(path or "the loss", module)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[Change]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from contrastive_zoo.loss_base.loss import Loss as ZooLoss
 from contrastive_zoo.testing.measurement import Call
 from tests.helpers import later
 from tests.losses.whole_zoo import EVERY
-from tests.zoo import BatchHard, Entry
+from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5
 
@@ -57,10 +58,10 @@ class Loss:
     def setting(self) -> tuple[str, tuple[Any, ...]] | None:
         """The path to the first setting of the loss or of a member that may change, and its values."""
         loss = self.make()
-        for path, module in reversed([*loss.named_modules()]) if isinstance(loss, nn.Module) else ():
-            for name, values in SETTINGS.items():
-                if isinstance(getattr(module, name, None), type(values[0])):
-                    return f"{path}.{name}".lstrip("."), values
+        modules = reversed([*loss.named_modules()]) if isinstance(loss, nn.Module) else ()
+        for (path, module), (name, values) in itertools.product(modules, SETTINGS.items()):
+            if isinstance(getattr(module, name, None), type(values[0])):
+                return f"{path}.{name}".lstrip("."), values
         return None
 
 
@@ -85,10 +86,7 @@ def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
 
 
 def memory(loss: Callable[[], Any], call: Call = "labels", size: int = 12, **made: Callable[[], Any]) -> Loss:
-    def make() -> nn.Module:
-        return cz.CrossBatchMemory(loss(), size, D, **{name: x() for name, x in made.items()})
-
-    return Loss(make, call, remembers=True)
+    return Loss(lambda: cz.CrossBatchMemory(loss(), size, D, **{k: x() for k, x in made.items()}), call, remembers=True)
 
 
 class Annealed(nn.Module):
@@ -219,15 +217,11 @@ def scaled(z: Tensor, labels: Tensor, scale: float = 1.0, power: Any = 2.0) -> T
     return scale * ((z - z.mean(0)) ** power).sum() + 0 * labels.sum()
 
 
-def doubled(module: nn.Module, of_inputs: Sequence[Tensor | None], *_: Any) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else 2 * x for x in of_inputs)
-
-
 HOOKS: dict[str, Callable[..., Any]] = {
     "forward_pre": lambda module, args: (args[0] - args[0].mean(0), *args[1:]),
     "forward": lambda module, args, value: value * args[0].square().mean(),
-    "full_backward": doubled,
-    "full_backward_pre": doubled,
+    "full_backward": lambda module, of_inputs, of_outputs: tuple(x if x is None else 2 * x for x in of_inputs),
+    "full_backward_pre": lambda module, of_outputs: tuple(2 * x for x in of_outputs),
 }
 
 
@@ -237,9 +231,8 @@ def with_hook(kind: str) -> cz.SupCon:
     return loss
 
 
-def counting() -> cz.WeightedSum:
-    first, second = (cz.InfoNCE(temperature=Annealed(plain=True)) for _ in range(2))
-    return cz.WeightedSum([first, cz.Matryoshka(second, (1, 4))])
+def counting() -> cz.InfoNCE:
+    return cz.InfoNCE(temperature=Annealed(plain=True))
 
 
 MEMORIES: dict[str, Loss] = {
@@ -258,13 +251,13 @@ MEMORIES: dict[str, Loss] = {
 }
 
 
-def of_zoo(entry: Entry) -> Loss:
-    make = functools.partial(entry.make, temperature=0.5)
-    return Loss(make, entry.call, entry.views, remembers=any(True for _ in make().buffers()))
-
-
-OF_ZOO = {x.name: of_zoo(x) for x in EVERY}
-OTHERS: dict[str, Loss] = {
+OF_ZOO = {
+    x.name: Loss(functools.partial(x.make, temperature=0.5), x.call, x.views, remembers=len([*x.make().buffers()]) > 0)
+    for x in EVERY
+}
+LOSSES = {
+    **OF_ZOO,
+    **MEMORIES,
     "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt())),
     "SigLIP, learnt": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=nn.Parameter(torch.tensor([-1.0])))),
     "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), views=3),
@@ -273,8 +266,7 @@ OTHERS: dict[str, Loss] = {
     "ArcFace, sharded": Loss(arc_face, "labels", sharded=True),
     "WeightedSum of ArcFace, sharded": Loss(lambda **of: cz.WeightedSum([arc_face(**of)]), "labels", sharded=True),
     "WeightedSum of states": Loss(
-        lambda: cz.WeightedSum([memory(cz.InfoNCE, size=7).make(), cz.TiCo(D), cz.DINO(D), cz.VICReg()]),
-        remembers=True,
+        lambda: cz.WeightedSum([memory(cz.InfoNCE, size=7).make(), cz.TiCo(D), cz.DINO(D), cz.VICReg()]), remembers=True
     ),
     "WeightedSum of two of a kind": Loss(
         lambda: cz.WeightedSum([cz.NNCLR(7, D), cz.NNCLR(5, D, temperature=0.5)]), views=4, remembers=True
@@ -310,9 +302,8 @@ STATEFUL_PAIRS: dict[str, Callable[[], Any]] = {
     "NTXent, annealed": lambda: cz.NTXent(temperature=Annealed()),
     "MNRL, annealed": lambda: cz.MNRL(temperature=Annealed()),
     "Clip, annealed": lambda: cz.Clip(temperature=Annealed()),
-    "a sum, counting": counting,
+    "a sum, counting": lambda: cz.WeightedSum([counting(), cz.Matryoshka(counting(), (1, 4))]),
 }
-LOSSES = OF_ZOO | MEMORIES | OTHERS
 LOSSES |= {name: Loss(make, "labels", user_code=True) for name, make in LABELLED.items()}
 LOSSES |= {name: Loss(make, "labels", remembers=True, user_code=True) for name, make in STATEFUL.items()}
 LOSSES |= {name: Loss(make, remembers=True, user_code=True) for name, make in STATEFUL_PAIRS.items()}
@@ -321,8 +312,8 @@ LOSSES |= {name: Loss(make, remembers=True, user_code=True) for name, make in ST
 @functools.cache
 def can_ring(name: str) -> bool:
     """Whether it may, and brings no argument that all candidates are needed for."""
-    loss = LOSSES[name]
-    made, needs_all = loss.make(), loss.user_code or loss.owners or name == "SupCon, mask"
+    loss, made = LOSSES[name], LOSSES[name].make()
+    needs_all = loss.user_code or loss.owners or name == "SupCon, mask"
     return not needs_all and isinstance(made, ZooLoss) and made.ring_problem() is None
 
 

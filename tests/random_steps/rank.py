@@ -52,8 +52,8 @@ def play(name: str, patches: Mapping[str, Any], program: Sequence[Action]) -> li
             try:
                 getattr(rank, action)(**arguments)
             except Exception as error:
-                told = ", ".join(f"{k}={x!r}" for k, x in arguments.items())
-                raise AssertionError(f"action {number}, {action}({told}): {type(error).__name__}: {error}") from error
+                said = f"{type(error).__name__}: {error}"
+                raise AssertionError(f"action {number}, {action}, {arguments}: {said}") from error
             if rank.is_over:
                 break
         dist.barrier()
@@ -68,7 +68,7 @@ class Rank:
         self.kind, self.ends, self.seed = kind, list[str](), 0
         self.loss, self.twin = self._made(), self._made(whole=True)
         self.options: dict[str, Any] = {"grad_reduction": "mean"}
-        self.precision: Precision = "float64"
+        self.precision, self.dtype = "float64", torch.float64
         self.budget: int | None = None
         self.hooked = self.called = self.is_over = False
         self.is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -77,9 +77,8 @@ class Rank:
 
     def step(self, batches: Sequence[Batch], *, how: How = "", backward: Backward = "each") -> None:
         """One or several calls, whose numbers are those of one process."""
-        alone_and_others = [0], range(1, dist.get_world_size())
-        with groups(*alone_and_others) if how == "subgroup" else nullcontext() as group:
-            calls = Calls(self, self._seeded(batches), how, "none" if how in ("no_grad", "eval") else backward, group)
+        with groups([0], range(1, dist.get_world_size())) if how == "subgroup" else nullcontext() as group:
+            calls = Calls(self, batches, how, "none" if how in ("no_grad", "eval") else backward, group)
             self._train(how != "eval")
             wanted = calls.on_one_process()
             problem = wanted and calls.problem(*wanted)
@@ -101,12 +100,11 @@ class Rank:
             self.wrapper, self.called = self.wrapped(), False
 
     def set_precision(self, precision: Precision) -> None:
-        self.precision = precision
+        self.precision, self.dtype = precision, torch.float64 if precision == "float64" else torch.float32
         for loss in (self.loss, self.twin):
             loss.to(self.dtype)
         if self.kind.remembers:  # the state of 32 bits is rounded otherwise on ranks
-            for of_one, of_ranks in zip(self.twin.buffers(), self.loss.buffers(), strict=True):
-                of_one.copy_(of_ranks)
+            self.twin.load_state_dict(self.loss.state_dict())
 
     def set_hook(self, on: bool) -> None:
         """The user's code after every call, which sees the value of all ranks' embeddings; or no longer."""
@@ -143,7 +141,7 @@ class Rank:
         All ranks are right, or refuse it with the same words: at once, or soon if they cannot read it. Then the change is
         undone; after a refusal at once the training goes on.
         """
-        found = [*of_user_code(self.loss)] if everywhere else changes_of(self.wrapper)
+        found = [*(of_user_code(self.loss) if everywhere else changes_of(self.wrapper))]
         change = next((x for x in found if x.what == what), found[number % len(found)])
         assert what in ("", change.what), f"no such change; these are there: {[x.what for x in found]}"
         moves = self.kind.user_code and self.kind.remembers  # a state, on every rank, in unknown ways
@@ -159,8 +157,9 @@ class Rank:
                     assert all(refused), f"{change.what}: only some ranks refuse: {texts}"
                     assert len({*texts}) == 1, f"{change.what}: ranks refuse with different words: {texts}"
                     assert late == 0 or may_be_late, f"{change.what}: refused {late} steps late: {texts[0]}"
-                    is_right = everywhere and change.right
-                    assert not is_right, f"{change.what}: equal on all ranks, and refused: {texts[0]}"
+                    assert not (everywhere and change.right), (
+                        f"{change.what}: equal on all ranks, and refused: {texts[0]}"
+                    )
                     self.is_over = moves or late > 0 or not texts[0].startswith(("ValueError", "TypeError"))
                     self.ends.append(texts[0])
                     return
@@ -172,7 +171,7 @@ class Rank:
 
     def _ends(self, batch: Batch, change: Change, undo: ExitStack) -> list[tuple[bool, str]]:
         """Make the change and take a step; return for each rank whether it refuses, and the error or what is wrong."""
-        calls, end = Calls(self, self._seeded([batch]), draws="noise" in change.what), (False, "")
+        calls, end = Calls(self, [batch], draws="noise" in change.what), (False, "")
         wanted = calls.on_one_process()
         undo.enter_context(change.made())
         if wanted is not None:
@@ -185,15 +184,6 @@ class Rank:
         if not end[0]:
             self._move()
         return ends
-
-    def _seeded(self, batches: Sequence[Batch]) -> list[tuple[Batch, int]]:
-        first, self.seed = self.seed, self.seed + len(batches)
-        SEED(first)  # of the twin and of rank 0, by which all ranks draw
-        return [(shards, first + index) for index, shards in enumerate(batches)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.precision == "float64" else torch.float32
 
     def _made(self, *, whole: bool = False) -> Any:
         SEED(0)
@@ -219,7 +209,7 @@ class Calls:
     """One or several calls, on the ranks and on one process."""
 
     of: Rank
-    batches: Sequence[tuple[Batch, int]]  # with seeds
+    batches: Sequence[Batch]
     how: How = ""
     backward: Backward = "each"
     group: Any = None
@@ -227,6 +217,8 @@ class Calls:
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.seed, self.of.seed = self.of.seed, self.of.seed + len(self.batches)
+        SEED(self.seed)  # of the twin and of rank 0, by which all ranks draw
         self.before = copy.deepcopy(self.of.twin) if self.of.kind.remembers else self.of.twin
 
     def _on_ranks(self, of_rows: Rows) -> Numbers:
@@ -272,8 +264,8 @@ class Calls:
             parameter.grad = None
         repeated = cz.one_step(loss) if self.how == "one step" else nullcontext()
         with torch.no_grad() if self.how == "no_grad" else nullcontext(), repeated as step:
-            for shards, seed in self.batches:
-                shards = _among(shards, self.size)
+            for seed, of_all in enumerate(self.batches, self.seed):
+                shards = _among(of_all, self.size)
                 rows = local(global_rows(self.of.kind, sum(shards), seed, self.of.dtype), shards)  # rounded alike
                 rows = [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in rows]
                 leaves += [x for x in rows if x.is_floating_point()]
@@ -311,7 +303,7 @@ class Calls:
         """Return what this rank must have where one process has ``whole``."""
         averaged = self.of.options["grad_reduction"] == "mean"
         if what == ROWS:
-            shards = _among(self.batches[index // self.of.kind.towers][0], self.size)
+            shards = _among(self.batches[index // self.of.kind.towers], self.size)
             return whole.split([*shards])[self.rank] * (self.size if averaged else 1)
         if what == PARAMETERS and self.of.kind.sharded:
             return whole.tensor_split(self.size)[self.rank]

@@ -113,20 +113,19 @@ def test_steps_of_every_loss_are_those_of_one_process(name: str, worlds: Worlds)
     """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work."""
     loss, number = LOSSES[name], DRAWN.index(name)
     how = "" if loss.remembers else ["reentrant checkpoint", "checkpoint"][number % 4 > 0]
-    count = 5 if EVERY_CASE else 3
+    count, of_thresholds = (5, [{}, SHARED]) if EVERY_CASE else (3, [[{}, SHARED][number % 2]])
     half = [("set_option", {"grad_reduction": "sum"}), *steps(how=how)[:count]]
     if loss.remembers and not loss.user_code:
         half += [("step", {"batches": [(3, 4), (0, 5), (4, 2)], "how": "one step"}), *steps()[:1]]
-    for thresholds in [{}, SHARED] if EVERY_CASE else [{}, SHARED][number % 2 :][:1]:
+    for thresholds in of_thresholds:
         played(worlds, (2, name, thresholds, [*steps()[:count], *half]))
 
 
 AGAIN = [("make_again", {"on": "one", "how": how}) for how in ("wrapper", "deepcopy", "state_dict")]
 IN_GROUPS = [("step", {"batches": [sizes], "how": "subgroup"}) for sizes in ((2, 4, 3), (0, 1, 5))]
-EQUAL_SHARDS = "step", {"batches": [(3, 3, 3)]}
 PROGRAMS: list[Program] = [
     *((2, "Clip", {}, [*steps(), again, *steps()]) for again in AGAIN),
-    (3, "SINCERE", {}, [EQUAL_SHARDS, AGAIN[0], *steps(3)]),
+    (3, "SINCERE", {}, [("step", {"batches": [(3, 3, 3)]}), AGAIN[0], *steps(3)]),
     *((3, name, SHARED, [("set_option", {"ring": True}), *IN_GROUPS]) for name in ("NTXent", "SigLIP", "Clip")),
 ]
 """One rank makes its wrapper again, also while labels are looked at; a ring of a group that leaves a rank out."""
@@ -137,14 +136,13 @@ def test_a_program_is_right(program: Program, worlds: Worlds) -> None:
     played(worlds, program)
 
 
-HOOKS = "with hooks or a forward of its own"
 DIFFERENCES = {
     ("memory of SupCon", "the first number of memory.embeddings"): "memory.embeddings has norm",
     ("Held", "the loss.table['a'][0] grows"): "rank 1",
     ("a bank", "the loss.pointer grows"): "pointer",
-    ("an empty bank", "a hook of the loss"): HOOKS,
-    ("an empty bank", "a forward of the loss"): HOOKS,
-    ("WeightedSum", "a backward hook of the loss"): HOOKS,
+    ("an empty bank", "a hook of the loss"): "with hooks or a forward of its own",
+    ("an empty bank", "a forward of the loss"): "with hooks or a forward of its own",
+    ("WeightedSum", "a backward hook of the loss"): "with hooks or a forward of its own",
     ("Clip", "temperature.log_scale is frozen"): ", learnt, rank 1 has float64",
     ("Clip", "temperature.log_scale in bfloat16"): "rank 1 has bfloat16",
     ("Clip", "evaluation of the loss alone"): "the loss's training: rank 0 has True, rank 1 has False",
