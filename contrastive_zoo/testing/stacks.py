@@ -14,6 +14,8 @@ import torch
 NO_COLLECTIVE = "No rank waits in a collective: the job loops, or needs a longer timeout."
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_MESSAGES = os.path.join(_PACKAGE, "ranks", "messages.py")
 _LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (*torch.__path__, os.path.dirname(__file__)))
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
@@ -50,6 +52,9 @@ def locate(stacks: Sequence[Sequence[tuple[str, str, str]]]) -> Where:
         names = [name for file, _, name in calls if file.endswith(_COLLECTIVES) and not name.startswith(("_", "<"))]
         if names:
             return Where(names[-1], _place(frames))
+        if any(file == _MESSAGES and name in ("wait", "_wait_and_look") for file, _, name in frames):
+            callers = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
+            return Where("a message of contrastive_zoo", _place(callers or frames))
     return Where(None, _place(stacks[-1]) if stacks else "an unknown place")
 
 

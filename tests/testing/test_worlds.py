@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import contrastive_zoo as cz
 from contrastive_zoo.testing.thread_group import BACKEND
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 
@@ -217,6 +218,9 @@ FAILURES = {
         f"W=2: no answer within 3 s. rank 0 waits in all_reduce ({PLACE}); rank 1 has returned. "
         "Rank 1 never entered all_reduce.",
         {}, {0: "all_reduce"}, False),
+    "a skipped message": (lambda: dist.get_rank() or cz.collectives.all_reduce(torch.ones(1)),
+                          "rank 0 waits in a message of contrastive_zoo (test_worlds.py:",
+                          {}, {0: "a message of contrastive_zoo"}, False),
     "two collectives": (lambda: dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(1)),
                         "Rank 1 never entered all_reduce. Rank 0 never entered barrier.",
                         {}, {0: "all_reduce", 1: "barrier"}, False),
