@@ -19,7 +19,10 @@ def execute(path: Path) -> None:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    how: Any = {"kernel_name": "python3", "resources": {"metadata": {"path": str(ROOT)}}}
+    NotebookClient(
+        notebook, timeout=120, coalesce_streams=True, **how
+    ).execute()  # as one, in whatever pieces they come
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     nbformat.write(notebook, path)
