@@ -5,7 +5,7 @@ ranks' numbers of samples. Values and gradients mean nothing; what a rank sends 
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -32,9 +32,7 @@ class Step(NamedTuple):
     peak_bytes: int
 
 
-def counted(
-    loss: Callable[..., Tensor], args: Sequence[Tensor], sizes: Sequence[int], rank: int, *, steps: int = 1
-) -> Step:
+def counted(loss: Any, args: Sequence[Tensor], sizes: Sequence[int], rank: int, *, steps: int = 1) -> Step:
     """Return what the last of some steps takes, a call and its backward pass; memory is counted beside the arguments."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(sizes))
     one, start = OneRank(sizes), World.start

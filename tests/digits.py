@@ -39,9 +39,7 @@ def make_dataset(samples: int = SAMPLES) -> TensorDataset:
     return TensorDataset(torch.from_numpy(images[:samples] / 16), torch.from_numpy(labels[:samples]))
 
 
-def make_loader(
-    rank: int = 0, world_size: int = 1, *, samples: int = SAMPLES, batch_size: int = BATCH_SIZE
-) -> DataLoader[Any]:
+def make_loader(rank: int = 0, world_size: int = 1, *, samples: int = SAMPLES, batch_size: int = BATCH_SIZE) -> Any:
     """Return a loader of this rank's part of every global batch."""
     data, world = make_dataset(samples), cz.World(rank, world_size)
     sampler = cz.data.GlobalBatchSampler(samples, batch_size=batch_size, process_group=world)
@@ -68,7 +66,7 @@ class Right:
         return torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9)
 
     def start_epoch(self, epoch: int) -> None:
-        self.loader.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]  # torch does not type it
+        self.loader.batch_sampler.set_epoch(epoch)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         return self.loss_fn(self.model(images), labels)

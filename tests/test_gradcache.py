@@ -222,9 +222,7 @@ def test_batch_norm_gets_an_empty_batch(worlds: Worlds) -> None:
     close(fewer_chunks, 0.1 * mlp()[0](numbers(8, IN, seed=0)[:2]).mean(0).detach())
 
 
-def test_no_samples_anywhere_have_a_gradient_of_zero_and_a_rank_may_encode_alone_without_gradients(
-    worlds: Worlds,
-) -> None:
+def test_no_samples_anywhere_give_zeros_and_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
     def job() -> bool:
         model = Answering(lambda z: {"z": z})
         z = cz.GradCache(model, 2)(torch.empty(0, IN))["z"]

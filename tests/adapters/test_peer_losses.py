@@ -139,9 +139,7 @@ another library"."""
 
 @pytest.mark.filterwarnings("ignore")  # their own
 @pytest.mark.parametrize(("package", "module", "name", "shapes", "theirs", "ours"), REPLACEMENTS)
-def test_what_replaces_a_trainers_loss_is_their_own_code(
-    package: str, module: str, name: str, shapes: Any, theirs: Callable[[Any], Loss], ours: Loss
-) -> None:
+def test_what_replaces_a_trainers_loss_is_their_own_code(package, module, name, shapes, theirs, ours) -> None:
     need(package)
     their_loss = theirs(getattr(packages.loaded(module), name))
     for seed in range(3):

@@ -81,9 +81,7 @@ def is_right(name: str, settings: dict[str, Any]) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=str)
-def test_a_loss_in_a_memory_is_refused_if_and_only_if_it_is_wrong(
-    name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_in_a_memory_is_refused_if_and_only_if_it_is_wrong(name, settings, monkeypatch) -> None:
     refusal = error_message(lambda: cz.CrossBatchMemory(made(name, settings, torch.arange(LATER)), 20, WIDTH))
     assert refusal is None or refusal.startswith(f"CrossBatchMemory: {name}: ")
     monkeypatch.setattr(references, "_LIBRARY", "no library")  # so that nothing is refused

@@ -62,21 +62,13 @@ def bare(loss: nn.Module, **_: Any) -> nn.Module:
     return loss
 
 
-def measured(
-    key: str,
-    shards: tuple[int, ...],
-    wrap: Any,
-    checkpoint: str = "",
-    *,
-    ddp: bool = False,
-    grad_reduction: str = "mean",
-) -> Found:
+def measured(key: str, shards: Any, wrap: Any, checkpoint: str = "", ddp: bool = False, **settings: Any) -> Found:
     """Return what a rank computes; the loss's own parameters start differently on every rank."""
     case = table.CASES[key]
     rank, model = dist.get_rank(), bert(checkpoint) if key in table.LAYERS else case.build()
     torch.manual_seed(100 + rank)
     random.seed(100 + rank)
-    loss = wrap(make(key, model).double(), grad_reduction=grad_reduction)
+    loss = wrap(make(key, model).double(), **settings)
     if ddp:
         trainer = library().SentenceTransformerTrainer
         # a trainer needs datasets to be made
@@ -193,7 +185,8 @@ def silent() -> Any:
     return guide
 
 
-def complaints() -> list[str | None]:
+def complaints() -> list[tuple[str, str | None]]:
+    """Return messages, and what each must say."""
     mistaken = dist.get_rank() == 1
 
     def job(key: str, columns: int, labels: Tensor | None, rows: int = 2, model: Any = None, **settings: Any) -> Any:
@@ -204,15 +197,16 @@ def complaints() -> list[str | None]:
     with torch.no_grad():
         spoilt[0].head.weight.mul_(float("nan") if mistaken else 1.0)
     nameless = library().SentenceTransformer(modules=[table.Tokens()], device="cpu")
+    of_classes = {"model": spoilt, "embedding_dimension": D, "num_labels": 3}
     return [
-        job("CoSENTLoss", 2, drawn(3 if mistaken else 2)),
-        job("CoSENTLoss", 2, None if mistaken else drawn(2)),
-        job("CoSENTLoss", 3 if mistaken else 2, drawn(2)),
-        job("SoftmaxLoss", 2, table.CLASSES[:2], model=spoilt, embedding_dimension=D, num_labels=3),
-        job("CoSENTLoss", 2, drawn(0), rows=0),
-        job(MNRL, 2, None, rows=0),
-        job(MNRL, 2, None, model=nameless.double()),
-        job("GISTEmbedLoss", 2, None, guide=silent() if mistaken else words(1)),
+        ("has 2 rows where the labels", job("CoSENTLoss", 2, drawn(3 if mistaken else 2))),
+        ("brought labels, rank 1 brought none", job("CoSENTLoss", 2, None if mistaken else drawn(2))),
+        ("number of columns", job("CoSENTLoss", 3 if mistaken else 2, drawn(2))),
+        ("NaN or infinite", job("SoftmaxLoss", 2, table.CLASSES[:2], **of_classes)),
+        ("no rank brought a row", job("CoSENTLoss", 2, drawn(0), rows=0)),
+        ("no rank brought a row", job(MNRL, 2, None, rows=0)),
+        ("one of sentence_embedding, ", job(MNRL, 2, None, model=nameless.double())),
+        ("returns a dict … got None", job("GISTEmbedLoss", 2, None, guide=silent() if mistaken else words(1))),
     ]
 
 
@@ -220,11 +214,8 @@ def complaints() -> list[str | None]:
 def test_bad_input_is_refused_on_every_rank_alike(worlds: Worlds) -> None:
     found = worlds.run(3, complaints)
     assert found[0] == found[1] == found[2]
-    expected = ["has 2 rows where the labels", "brought labels, rank 1 brought none", "number of columns"]
-    expected += ["NaN or infinite", "no rank brought a row", "no rank brought a row"]
-    expected += ["one of sentence_embedding, ", "returns a dict … got None"]
-    for text, part in zip(found[0], expected, strict=True):
-        assert_says(text, part)
+    for says, text in found[0]:
+        assert_says(text, says)
 
 
 def draws() -> tuple[Tensor, Tensor]:

@@ -116,9 +116,7 @@ def test_neither_the_steps_nor_a_memory_map_show(monkeypatch: pytest.MonkeyPatch
     assert all(np.array_equal(found[name], expected[name]) for name in COLUMNS)
 
 
-def same_columns_for_every_split(
-    mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
-) -> None:
+def same_columns_for_every_split(mine: Any, worlds: Worlds, rows: Any, settings: Any, shards: Any) -> None:
     def columns(shards: Any) -> dict[str, Any]:
         parts = {name: x.split(list(shards[name == "corpus"])) for name, x in rows.items()}
         each = [({name: x[rank].clone() for name, x in parts.items()},) for rank in range(len(shards[0]))]
