@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,12 +31,11 @@ SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 ROOTS = st.integers(0, 3)
 
 
-@dataclass(frozen=True)
-class At:
+class At(NamedTuple):
     sizes: tuple[int, ...]
-    root: int = 0
+    root: int
     rank: int = 0
-    group: Any = field(default=None, compare=False)
+    group: Any = None
 
     @property
     def shards(self) -> Shards:
@@ -81,8 +79,8 @@ ALL = {
     **reducing("sum"),
     **reducing("mean"),
     "broadcast": Collective(
-        lambda x, at: cz.collectives.broadcast(x, at.root, process_group=at.group),
-        lambda xs, at: [xs[at.root]] * len(xs),
+        lambda x, at: cz.collectives.broadcast(x, at.root % len(at.sizes), process_group=at.group),
+        lambda xs, at: [xs[at.root % len(xs)]] * len(xs),
     ),
     "all_gather": Collective(
         lambda x, at: cz.collectives.all_gather(x, process_group=at.group),
@@ -93,10 +91,6 @@ ALL = {
 by_name = pytest.mark.parametrize("name", ALL)
 
 
-def place(sizes: Sequence[int], root: int, rank: int = 0, group: Any = None) -> At:
-    return At(tuple(sizes), root % len(sizes), rank, group)
-
-
 @by_name
 @given(sizes=SHARDS, root=ROOTS, trailing=st.sampled_from([(), (3,), (2, 2)]), seed=st.integers(0, 99))
 def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed, worlds: Worlds) -> None:
@@ -104,10 +98,10 @@ def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed,
     dtypes = [dtype for dtype in DTYPES if dtype.is_floating_point or not name.endswith("mean")]
 
     def brought(rank: int, dtype: torch.dtype) -> Tensor:
-        return numbers(collective.rows(place(sizes, root, rank)), *trailing, seed=seed + rank, dtype=dtype)
+        return numbers(collective.rows(At(sizes, root, rank)), *trailing, seed=seed + rank, dtype=dtype)
 
     def job(directly_below: int) -> list[Tensor]:
-        at = place(sizes, root, dist.get_rank())
+        at = At(sizes, root, dist.get_rank())
         xs = [brought(at.rank, dtype) for dtype in dtypes]
         with warnings.catch_warnings(), patch.object(world_module, "SMALL_MESSAGE", directly_below):
             warnings.simplefilter("error")
@@ -118,7 +112,7 @@ def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed,
     for directly_below in (2**30, -1):  # every message goes to each other rank directly, or none does
         found = worlds.run(len(sizes), job, directly_below)
         for index, dtype in enumerate(dtypes):
-            expected = collective.expected([brought(rank, dtype) for rank in range(len(sizes))], place(sizes, root))
+            expected = collective.expected([brought(rank, dtype) for rank in range(len(sizes))], At(sizes, root))
             for rank, value in enumerate(expected):
                 close(found[rank][index], value, 1e-6 if dtype == torch.float32 else 1e-12)
 
@@ -220,22 +214,22 @@ def derivatives(parts: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence
 
 
 def errors(
-    worlds: Worlds, name: str, run: Run, sizes: Sequence[int], root: int, seed: int, complete: bool = False
+    worlds: Worlds, name: str, run: Run, sizes: tuple[int, ...], root: int, seed: int, complete: bool = False
 ) -> list[float]:
     ranks = range(len(sizes))
 
     def drawn(rank: int) -> list[Tensor]:
-        shape = ALL[name].rows(place(sizes, root, rank)), 2
+        shape = ALL[name].rows(At(sizes, root, rank)), 2
         x = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed + rank)).double()
         return [x.requires_grad_(), numbers(*shape, seed=50 + rank)]
 
     def job() -> list[Tensor]:
-        at = place(sizes, root, dist.get_rank())
+        at = At(sizes, root, dist.get_rank())
         x, weight = drawn(at.rank)
         return derivatives([partial_loss(run(x, at), 0 if complete else at.rank)], [x], [weight])
 
     xs, weights = zip(*map(drawn, ranks), strict=True)
-    outputs = ALL[name].expected(list(xs), place(sizes, root))[: 1 if complete else None]
+    outputs = ALL[name].expected(list(xs), At(sizes, root))[: 1 if complete else None]
     expected = derivatives([partial_loss(y, rank) for rank, y in enumerate(outputs)], xs, weights)
     found = [x for of_order in zip(*worlds.run(len(sizes), job), strict=True) for x in of_order]
     distances = [distance(*pair) for pair in zip(found, expected, strict=True)]
@@ -281,7 +275,7 @@ def test_ranks_are_counted_within_a_group_while_another_group_works(of, sizes, w
     members = {process: sorted(ranks) for ranks in of for process in ranks}
 
     def at_of(process: int, group: Any = None) -> At:
-        return place(sizes[: len(members[process])], 1, members[process].index(process), group)
+        return At(sizes[: len(members[process])], 1, members[process].index(process), group)
 
     def brought(name: str, process: int) -> Tensor:
         return numbers(ALL[name].rows(at_of(process)), 1, seed=process).requires_grad_()

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,7 +19,7 @@ from contrastive_zoo.testing.batch import GlobalBatch, splits
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, local_shard, numbers
+from tests.helpers import EVERY_CASE, assert_same, close, local_shard, numbers
 from tests.random_steps.losses import LOSSES, MEMORIES, moco
 
 D = 3
@@ -108,12 +108,6 @@ PEERS = [
 """A loss of theirs, its settings and its miner; and the loss of ours that equals it, None for the same loss."""
 
 
-def value_and_gradient(loss: Callable[..., Tensor], rows: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    rows = rows.clone().requires_grad_()
-    value = loss(rows, *args, **kwargs)
-    return value.detach(), torch.autograd.grad(value, rows)[0]
-
-
 @pytest.mark.parametrize(("name", "kept", "miner", "make"), PEERS, ids=lambda x: x if isinstance(x, str) else "")
 def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -> None:
     """All embeddings enter in one step, some in the next."""
@@ -121,12 +115,9 @@ def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -
     theirs = losses.CrossBatchMemory(inner, embedding_size=D, memory_size=13, miner=mined)
     ours = cz.CrossBatchMemory(inner if make is None else make(), 13, D, miner=mined, dtype=torch.float64)
     for step, n in enumerate([5, 4, 6, 3, 7]):
-        rows, labels = numbers(n, D, seed=step), numbers(n, seed=step, dtype=torch.int64)
+        rows, labels = numbers(n, D, seed=step).requires_grad_(), numbers(n, seed=step, dtype=torch.int64)
         extra = {"enqueue_mask": torch.arange(n) % 3 == 1} if step % 2 else {}
-        expected = value_and_gradient(theirs, rows, labels, **extra)
-        found = value_and_gradient(ours, rows, labels, **extra)
-        for x, y in zip(found, expected, strict=True):
-            close(x, y, 1e-12)
+        assert_same(partial(ours, **extra), partial(theirs, **extra), rows, labels, tolerance=1e-12)
         held = len(ours.memory)
         assert torch.equal(ours.memory.rows, theirs.embedding_memory[:held])
         assert torch.equal(ours.memory.labels, theirs.label_memory[:held])
@@ -139,13 +130,14 @@ MOCO = cz.InfoNCE(temperature=0.2, in_batch_negatives=False)
 def test_negatives_are_earlier_keys(inner: Any) -> None:
     ours, expected = cz.CrossBatchMemory(inner, 9, D, dtype=torch.float64), moco if inner is MOCO else inner
     earlier: list[Tensor] = []
+
+    def against(queries: Tensor, keys: Tensor) -> Tensor:
+        return expected(queries, keys, torch.cat([keys[:0], *earlier])[-9:])
+
     for step, n in enumerate([4, 3, 6, 2]):
-        queries, keys = numbers(n, D, seed=step), numbers(n, D, seed=50 + step)
-        before = torch.cat(earlier)[-9:] if earlier else keys[:0]
-        pairs = value_and_gradient(ours, queries, keys), value_and_gradient(expected, queries, keys, before)
-        for x, y in zip(*pairs, strict=True):
-            close(x, y)
-        assert (pairs[0][0] == 0) == (step == 0 and expected is moco)  # nothing to confuse a key with
+        queries, keys = numbers(n, D, seed=step).requires_grad_(), numbers(n, D, seed=50 + step)
+        assert_same(ours, against, queries, keys)
+        assert (against(queries, keys) == 0) == (step == 0 and expected is moco)  # nothing to confuse a key with
         earlier.append(keys)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
@@ -201,10 +201,8 @@ def test_a_mistake_on_one_process_is_caught(place, mistake, monkeypatch):
 
 
 def local_queries(**arguments):
-    try:
+    with suppress(ValueError):  # a rank of too few items, or of judgements of others
         return cz.metrics.evaluate(**arguments, process_group=cz.World())
-    except ValueError:  # a rank of too few items, or of judgements of others
-        return None
 
 
 def mean_of_means(**arguments):

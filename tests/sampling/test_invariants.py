@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, even_bounds
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler
@@ -356,9 +355,3 @@ def test_each_invariant_catches_its_mistake() -> None:
     for invariant, (kind, methods) in MISTAKES.items():
         mistaken = type(f"Mistaken{kind.__name__}", (kind,), methods)
         assert not all(invariant(random_trial(seed, mistaken)) for seed in range(40)), invariant.__name__
-
-
-def test_batches_in_order_are_those_of_torch() -> None:
-    for size, drop_last in ((4, True), (3, True), (4, False), (20, True)):
-        sampler = GlobalBatchSampler(9, batch_size=size, shuffle=False, drop_last=drop_last, process_group=World())
-        assert list(sampler) == list(BatchSampler(range(9), size, drop_last))
