@@ -50,7 +50,8 @@ def counted(loss: Any, args: Sequence[Tensor], sizes: Sequence[int], rank: int, 
                     loss(*args).sum().backward()
     finally:
         dist.destroy_process_group()
-    return one.step
+    backward = sum(is_backward for _, is_backward in one.messages)
+    return Step(len(one.messages), backward, one.sent, one.flop, one.peak)
 
 
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -72,10 +73,6 @@ class OneRank(TorchDispatchMode):
         self._storages = {x.untyped_storage()._cdata for x in known}
         self.messages: list[tuple[str, bool]] = []  # as errors name them, and whether in a backward pass
         self.sent = self.held = self.peak = self.flop = 0
-
-    @property
-    def step(self) -> Step:
-        return Step(len(self.messages), sum(y for _, y in self.messages), self.sent, self.flop, self.peak)
 
     def exchange_headers(self, *args: Any) -> Any:
         headers, payload = exchange_headers(*args)

@@ -150,15 +150,11 @@ def test_a_collective_is_one_message(worlds: Worlds) -> None:
     """After the handshake, which a known split saves."""
 
     def job() -> list[int]:
-        counts, x = [], torch.ones(3)
-        for call in (
-            *(lambda op=op: cz.collectives.all_reduce(x, op) for op in ("sum", "mean")),
-            lambda: cz.collectives.broadcast(x),
-            lambda: cz.collectives.all_gather(x),
-            lambda: cz.collectives.all_gather(x, shards=Shards((3, 3), dist.get_rank())),
-        ):
+        counts, gather_known = [], partial(cz.collectives.all_gather, shards=Shards((3, 3), dist.get_rank()))
+        mean = partial(cz.collectives.all_reduce, op="mean")
+        for run in (cz.collectives.all_reduce, mean, cz.collectives.broadcast, cz.collectives.all_gather, gather_known):
             with Messages() as messages:
-                call()
+                run(torch.ones(3))
             counts.append(len(messages.sent))
         return counts
 
