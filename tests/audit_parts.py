@@ -137,11 +137,6 @@ def recall(model: nn.Module) -> float:
     return float((x.float() @ y.float().T).argmax(1).eq(torch.arange(len(x))).float().mean())
 
 
-def in_training_mode(model: nn.Module) -> None:
-    with torch.no_grad():
-        recall(model)
-
-
 def in_evaluation_mode(model: nn.Module) -> None:
     model.eval()
     with torch.inference_mode():
@@ -155,9 +150,9 @@ def with_a_loader(model: nn.Module) -> None:
             model(batch["x"].to(next(model.parameters()).dtype))
 
 
-VALIDATIONS: dict[str, Callable[[nn.Module], None]] = {
+VALIDATIONS: dict[str, Callable[[nn.Module], object]] = {
     "": lambda model: None,
-    "train mode, whole set": in_training_mode,
+    "train mode, whole set": torch.no_grad()(recall),
     "eval mode": in_evaluation_mode,
     "with a loader": with_a_loader,
 }

@@ -268,9 +268,8 @@ def test_the_script_gets_its_own_arguments(given, expected, monkeypatch: pytest.
 
 
 OF_LIBRARIES = ("Accelerate", "Hugging Face", "Lightning", "Fabric")
-DRAWN = [
-    x for x in RIGHT if (x.precision, x.encoder) in (("", "residual"), ("bf16", "dropout"), ("", "bfloat16 parameters"))
-]
+USUAL = ("", "residual"), ("bf16", "dropout"), ("", "bfloat16 parameters")
+DRAWN = [x for x in RIGHT if (x.precision, x.encoder) in USUAL]
 """What people write most, and what the audit got wrong."""
 WITH_MISTAKE = [x for i, x in enumerate(WRONG) if EVERY_CASE or i % 3 == i // 3 % 3]
 """Each mistake once; in a search on top of all three trainings."""

@@ -211,11 +211,9 @@ FIRST = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material")
     folder = tmp_path_factory.mktemp("site")
-    words = ["-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", folder]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        [sys.executable, *words, folder], env=quiet, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=quiet, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 

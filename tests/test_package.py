@@ -108,12 +108,8 @@ def test_what_an_import_loads_and_changes() -> None:
     """
     run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == {
-        "alone": [],
-        "names": [True, True, f"{NAME}.testing"],
-        "optional": [],
-        "torch": [True, False, True, False],
-    }
+    names, states = [True, True, f"{NAME}.testing"], [True, False, True, False]
+    assert json.loads(run.stdout) == {"alone": [], "names": names, "optional": [], "torch": states}
 
 
 def test_every_public_name_exists_and_has_a_docstring() -> None:

@@ -87,23 +87,11 @@ def dense_info_nce(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-def in_float32(view1, view2):
-    return dense_info_nce(view1.float(), view2.float())
-
-
-def in_bfloat16(view1, view2):
-    return dense_info_nce(view1.bfloat16(), view2.bfloat16())
-
-
 def sharded_anchors_in_float32(view1, view2):
     a, b = unit(view1.float(), view2.float())
     targets = torch.arange(len(a)) + offset(a)
     total = F.cross_entropy(20.0 * a @ all_gather(b).T, targets, reduction="sum")
     return all_reduce(total) / sum(shard_sizes(a))
-
-
-def dropout_in_the_loss(view1, view2):
-    return dense_info_nce(F.dropout(view1, 0.2), view2)
 
 
 def dropout_before_a_gather(view1, view2):
@@ -120,9 +108,12 @@ def _of_pml(name: str, *, searched: bool = False, width: int | None = None, **se
     return Known(f"PML {name}", make, "labels", None, searched, width)
 
 
-def _known(loss: Any, *more: Any, wrap: bool = False, searched: bool = False) -> Known:
-    """Name a loss that communicates by itself, or one of one process that DistributedLoss wraps."""
-    return Known(loss.__name__, lambda: cz.DistributedLoss(loss) if wrap else loss, *more, searched=searched)
+def _known(loss: Any, *more: Any, searched: bool = False) -> Known:
+    return Known(loss.__name__, lambda: loss, *more, searched=searched)
+
+
+def _wrapped(name: str, loss: Callable[..., torch.Tensor]) -> Known:
+    return Known(name, lambda: cz.DistributedLoss(loss))
 
 
 WRONG_LOSSES = [
@@ -131,10 +122,10 @@ WRONG_LOSSES = [
     _known(divided_as_well_as_the_trainer, "views", "divided by W"),
 ]
 RIGHT_LOSSES = [
-    _known(in_float32, wrap=True),
-    _known(in_bfloat16, wrap=True),
+    _wrapped("in float32", lambda view1, view2: dense_info_nce(view1.float(), view2.float())),
+    _wrapped("in bfloat16", lambda view1, view2: dense_info_nce(view1.bfloat16(), view2.bfloat16())),
+    _wrapped("dropout in the loss", lambda view1, view2: dense_info_nce(F.dropout(view1, 0.2), view2)),
     _known(sharded_anchors_in_float32, searched=True),
-    _known(dropout_in_the_loss, wrap=True),
     _known(dropout_before_a_gather),
     Known("compiled", lambda: cz.DistributedLoss(torch.compile(dense_info_nce, backend="aot_eager")), searched=True),
     Known("Centred", Centred),

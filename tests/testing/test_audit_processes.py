@@ -191,9 +191,8 @@ def test_a_timeout_says_the_seconds_and_where_each_rank_waits(tmp_path: Path, mo
     report = audit_script(["train.py"], timeout=7.0)
     (world,) = report.worlds
     assert report.status == 2
-    assert world.problem.startswith(
-        "no record within 7 s. rank 0 waits in all_reduce (train.py:17 in <module>); rank 1 is at "
-    )
+    words = "no record within 7 s. rank 0 waits in all_reduce (train.py:17 in <module>); rank 1 is at "
+    assert world.problem.startswith(words)
     assert "Rank 1 never entered all_reduce." in world.problem
 
 

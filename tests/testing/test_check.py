@@ -87,7 +87,7 @@ def report(loss: Known, worlds: Worlds) -> Report:
 def test_a_right_loss_raises_no_alarm(loss: Known, worlds: Worlds) -> None:
     found = report(loss, worlds)
     assert found.ok, str(found)
-    assert loss.name != "in_float32" or found.notes == ["computes in float32"]
+    assert loss.name != "in float32" or found.notes == ["computes in float32"]
 
 
 @pytest.mark.audit
