@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
@@ -24,11 +24,14 @@ from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.ranks import one_process
 from contrastive_zoo.ranks.compat import default_group
 from contrastive_zoo.ranks.one_process import in_one_process
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.invariants import CONTRACT, Broken, same_at_later_steps, same_state
+from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import loss_call
 from tests.helpers import close, drawn, error_message, numbers
 
-N, D, STEPS = 7, 3, 3
+D = 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
 
 
@@ -118,29 +121,7 @@ GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def train(make: Callable[[], nn.Module], reduction: Any, shards: Sequence[int]) -> list[Tensor]:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    loss_fn = cz.DistributedLoss(make(), grad_reduction=reduction)
-    (scale,) = loss_fn.parameters()
-    encoder = nn.Linear(D, D, bias=False, dtype=torch.float64)
-    with torch.no_grad():
-        encoder.weight.copy_(numbers(D, D, seed=5))
-    found = []
-    for step in range(STEPS):
-        x, w = (numbers(N, D, seed=20 * step + i).split([*shards])[rank] for i in range(2))
-        encoder.weight.grad = scale.grad = None
-        value = loss_fn(encoder(x), w.clone())
-        assert dist.group.WORLD is group
-        assert dist.get_world_size() == len(shards)
-        value.backward()
-        assert dist.group.WORLD is group
-        dist.all_reduce(encoder.weight.grad)
-        found += [value.detach(), encoder.weight.grad / (len(shards) if reduction == "mean" else 1)]
-        found += [scale.grad * (1 if reduction == "mean" else len(shards)), *(x.clone() for x in loss_fn.buffers())]
-    return found
-
-
-def remembered(reduction: Any, shards: Sequence[int]) -> list[Tensor]:
+def remembering() -> cz.CrossBatchMemory:
     def miner(z: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
         total = torch.tensor(len(z))
         dist.all_reduce(total)
@@ -151,43 +132,32 @@ def remembered(reduction: Any, shards: Sequence[int]) -> list[Tensor]:
         anchors, *others = (x.index_select(0, i) for x, i in zip(rows, indices_tuple, strict=True))
         return torch.stack([(anchors * x).sum() for x in others]).sum() / dist.get_world_size()
 
-    rank, found = dist.get_rank(), []
-    memory = cz.CrossBatchMemory(loss, 8, D, miner=miner).double()
-    loss_fn = cz.DistributedLoss(memory, grad_reduction=reduction)
-    for step in range(STEPS):
-        z = numbers(N, D, seed=step).split([*shards])[rank].requires_grad_()
-        value = loss_fn(z, torch.zeros(len(z), dtype=torch.int64))
-        value.backward()
-        gathered: list[Any] = [None] * len(shards)
-        dist.all_gather_object(gathered, z.grad / (len(shards) if reduction == "mean" else 1))
-        found += [value.detach(), torch.cat(gathered)]
-    return found
+    return cz.CrossBatchMemory(loss, 8, D, miner=miner)
 
 
-def of(gather: Callable[[Tensor], Tensor], around: Callable[[nn.Module], nn.Module] = lambda x: x) -> Any:
-    return functools.partial(train, lambda: around(Loss(gather)))
-
-
-JOBS: dict[str, Callable[[Any, Sequence[int]], list[Tensor]]] = {
-    **{name: of(gather) for name, gather in GATHERS.items()},
-    "in DDP, which sends buffers before each call": of(Gather.apply, nn.parallel.DistributedDataParallel),
-    "compiled": of(Gather.apply, lambda x: torch.compile(x, backend="eager")),
-    "with a memory": remembered,
+MAKES: dict[str, Callable[[], nn.Module]] = {
+    **{name: functools.partial(Loss, gather) for name, gather in GATHERS.items()},
+    "in DDP, which sends buffers before each call": lambda: nn.parallel.DistributedDataParallel(Loss(Gather.apply)),
+    "compiled": lambda: torch.compile(Loss(Gather.apply), backend="eager"),
+    "with a memory": remembering,
 }
 
 
-@functools.cache
-def alone(worlds: Worlds, name: str) -> list[Tensor]:
-    return worlds.run(1, JOBS[name], "mean", (N,))[0]
-
-
-@pytest.mark.parametrize(("name", "shards", "reduction"), drawn(JOBS, SPLITS, ["mean", "sum"], one_in=5), ids=str)
-def test_a_loss_that_communicates_is_that_of_one_process(
-    name: str, shards: Sequence[int], reduction: str, worlds: Worlds
+def check(
+    name: str, shards: tuple[int, ...], reduction: Any, worlds: Worlds, wrap: Callable[..., Any] = cz.DistributedLoss
 ) -> None:
-    for found in worlds.run(len(shards), JOBS[name], reduction, shards):
-        for x, y in zip(found, alone(worlds, name), strict=True):
-            close(x, y)
+    make, call = MAKES[name], "labels" if name == "with a memory" else "views"
+    case = Case(lambda: wrap(make(), grad_reduction=reduction), call, reduction)
+    trial = Trial(case, GlobalBatch(shards, d=D, seed=5), worlds)
+    for invariant in (*CONTRACT, same_state, same_at_later_steps):
+        invariant(trial)
+
+
+@pytest.mark.parametrize(("name", "shards", "reduction"), drawn(MAKES, SPLITS, ["mean", "sum"], one_in=5), ids=str)
+def test_a_loss_that_communicates_is_that_of_one_process(
+    name: str, shards: tuple[int, ...], reduction: str, worlds: Worlds
+) -> None:
+    check(name, shards, reduction, worlds)
 
 
 MUTANTS = {
@@ -196,18 +166,18 @@ MUTANTS = {
 }
 
 
-def train_without_guard(mutant: str, name: str) -> list[Tensor]:
-    with patch.object(*MUTANTS[mutant]):
-        return JOBS[name]("mean", (3, 4))
-
-
 @pytest.mark.parametrize(
     ("mutant", "name"),
     [("everywhere", "a layer"), ("everywhere", "sinkhorn"), ("backward", "in the backward pass only")],
 )
 def test_without_the_guard_they_are_wrong(mutant: str, name: str, worlds: Worlds) -> None:
-    pairs = zip(worlds.run(2, train_without_guard, mutant, name)[0], alone(worlds, name), strict=True)
-    assert any(x.shape != y.shape or not torch.allclose(x, y) for x, y in pairs)
+    class Unguarded(cz.DistributedLoss):
+        def forward(self, *rows: Tensor) -> Any:
+            with patch.object(*MUTANTS[mutant]):
+                return super().forward(*rows)
+
+    with pytest.raises(Broken):
+        check(name, (3, 4), "mean", worlds, Unguarded)
 
 
 def gathering_by_a_default() -> Callable[[Tensor], Tensor]:
