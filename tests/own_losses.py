@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,10 +26,8 @@ class OwnLoss:
         return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in shards.items()}
 
 
-def made(case: Case) -> Loss:
-    """Return the loss of a case; each has parameters of its own."""
-    return getattr(cz, case.loss)(**copy.deepcopy(case.settings))
-
-
 _DRAWING = (of_entry(entry) for entry in CATALOGUE.values() if entry.draws)
-OF_CATALOGUE = {case.name: OwnLoss(partial(made, case), case.kinds) for case in (*CASES.values(), *_DRAWING)}
+OF_CATALOGUE = {  # each loss has parameters of its own
+    case.name: OwnLoss(lambda case=case: getattr(cz, case.loss)(**copy.deepcopy(case.settings)), case.kinds)
+    for case in (*CASES.values(), *_DRAWING)
+}

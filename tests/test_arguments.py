@@ -205,15 +205,6 @@ def test_what_is_right_is_not_refused(worlds: Worlds) -> None:
         worlds.run(2, job)
 
 
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.LazyLinear(3, dtype=torch.float64)
-
-    def forward(self, embeddings: Tensor, labels: Any = None) -> Tensor:
-        return self.head(embeddings).square().sum()
-
-
 def at_a_later_step() -> None:
     loss = cz.DistributedLoss(Prototypes())
     for prototypes in (of_rank(seed=30), of_all()):
@@ -270,7 +261,10 @@ OF_TWO: list[tuple[Callable[[], Any], str]] = [
     (lambda: called(of_rank(), tuple(numbers(3, 7, seed=dist.get_rank()).long())), NO_INDICES),
     (lambda: called(of_rank(8), torch.arange(8).roll(4) * first(1, 9)), ROW_NUMBERS),
     (lambda: called(of_rank(), torch.tensor([[1, -1]] * 5), loss=by_name), ROW_NUMBERS),
-    (lambda: called(of_rank(), Y, loss=Lazy()), "LazyLinear has no parameters yet … bare loss once"),
+    (
+        lambda: called(of_rank(), loss=nn.Sequential(nn.LazyLinear(3))),
+        "LazyLinear has no parameters yet … bare loss once",
+    ),
     (
         lambda: called(of_rank(), of_rank(seed=7), {"queue": of_all(9)}, loss=Relations()),
         "DistributedLoss(loss, shared={\"memory['queue']\"})",

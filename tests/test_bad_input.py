@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import numpy as np
@@ -60,11 +60,6 @@ class Mining(nn.Module):
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         return INDICES
-
-
-@dataclass
-class Pair:
-    z: Tensor
 
 
 def turned() -> Phases:
@@ -176,6 +171,7 @@ def with_another_pointer() -> None:
     cz.DistributedLoss(loss)(z(), y())
 
 
+Pair = make_dataclass("Pair", ["z"])
 INDICES, SAME, X, C = (torch.tensor([0]),) * 3, numbers(4, 3, seed=1), torch.ones(3, 2), cz.collectives
 GATHERED = "NTXent: every rank brought the very same embeddings"
 TWICE = "CrossBatchMemory: a backward pass computes the loss again, as torch.utils.checkpoint does"

@@ -151,17 +151,15 @@ def internal_error(target: Target, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _is_in_words(error: Exception, frames: traceback.StackSummary) -> bool:
-    """Whether the library raised it on purpose, Python refused the call itself, or the caller's code raised it.
-
-    That is a callable that was passed as an argument, or the hook that checks shapes in this run.
-    """
+    """Whether the library raised it on purpose, Python refused the call, or an argument that is called raised it."""
     of_torch = any(x.filename.endswith(("modules/linear.py", "_utils/collate.py")) for x in frames)
     if "forward()" in str(error) or frames[-1].filename == __file__ or of_torch:
         return True
     of_package = [x for x in frames if x.filename.startswith(PACKAGE)]
     in_words = ("argument" in str(error)[:60] and "()" in str(error)) or "raise" in str(frames[-1].line)
     is_ours = not of_package or (frames[-1] is of_package[-1] and in_words)
-    return (isinstance(error, (ValueError, TypeError)) and is_ours) or type(error).__name__ == "TypeCheckError"
+    of_shapes = type(error).__name__ == "TypeCheckError"  # of the hook that checks them in this run
+    return of_shapes or (isinstance(error, (ValueError, TypeError)) and is_ours)
 
 
 def _sizes(valid: Mapping[str, Any], arguments: Mapping[str, Any]) -> set[tuple[int, int]]:

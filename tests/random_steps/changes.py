@@ -80,11 +80,14 @@ def changes_of(wrapper: cz.DistributedLoss) -> Iterator[Change]:
         yield Change(f"{option}={value}", _put(partial(setattr, wrapper, option), value, getattr(wrapper, option)))
     yield Change("evaluation", _put(wrapper.train, False, True))
     yield from of_user_code(loss)
-    if not isinstance(loss, nn.Module):
-        yield from _of_function(loss)
-        return
-    for path, module in loss.named_modules():
+    for path, module in loss.named_modules() if isinstance(loss, nn.Module) else ():
         yield from _of_module(path or "the loss", module)
+    if isinstance(loss, partial):
+        yield from (change._replace(hidden=True) for change in _of_value("its settings", loss.keywords))
+    elif not isinstance(loss, nn.Module):
+        for name, x in zip(loss.__code__.co_freevars, loss.__closure__, strict=True):
+            found = _of_value(name, x.cell_contents, partial(setattr, x, "cell_contents"))
+            yield from (change._replace(hidden=True) for change in found)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
@@ -109,16 +112,6 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
         forward = module.forward
         other = lambda *args, **named: forward(*args, **named)  # noqa: E731 - no name of a function of its own
         yield Change(f"a forward of {path}", lambda: patch.object(module, "forward", other))
-
-
-def _of_function(function: Any) -> Iterator[Change]:
-    if isinstance(function, partial):
-        found = [_of_value("its settings", function.keywords)]
-    else:
-        cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
-        found = [_of_value(name, x.cell_contents, partial(setattr, x, "cell_contents")) for name, x in cells]
-    for of in found:
-        yield from (change._replace(hidden=True) for change in of)
 
 
 def _of_value(name: str, value: Any, put: Put = lambda x: None) -> Iterator[Change]:

@@ -48,12 +48,11 @@ def play(name: str, patches: Mapping[str, Any], program: Sequence[Action]) -> li
             if KEPT.get(name, "-") not in path:
                 stack.enter_context(patch(f"contrastive_zoo.{path}", x))
         rank = Rank(LOSSES[name])
-        for number, (action, arguments) in enumerate(program, 1):
+        for number, (action, named) in enumerate(program, 1):
             try:
-                getattr(rank, action)(**arguments)
+                getattr(rank, action)(**named)
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                raise AssertionError(f"action {number}, {action}, {arguments}: {said}") from error
+                raise AssertionError(f"action {number}, {action}, {named}: {type(error).__name__}: {error}") from error
             if rank.is_over:
                 break
         dist.barrier()
@@ -79,11 +78,14 @@ class Rank:
         """One or several calls, whose numbers are those of one process."""
         with groups([0], range(1, dist.get_world_size())) if how == "subgroup" else nullcontext() as group:
             calls = Calls(self, batches, how, "none" if how in ("no_grad", "eval") else backward, group)
-            self._train(how != "eval")
+            modules = [x for x in (self.wrapper, self.twin) if isinstance(x, nn.Module)]
+            for module in modules:
+                module.train(how != "eval")
             wanted = calls.on_one_process()
             problem = wanted and calls.problem(*wanted)
             assert not problem, problem
-        self._train(True)
+        for module in modules:
+            module.train()
         self._move()
 
     def set_setting(self, value: Any) -> None:
@@ -193,11 +195,6 @@ class Rank:
     def wrapped(self, **options: Any) -> cz.DistributedLoss:
         return cz.DistributedLoss(self.loss, miner=self.kind.miner(), **self.options, **options)
 
-    def _train(self, training: bool) -> None:
-        for module in (self.wrapper, self.twin):
-            if isinstance(module, nn.Module):
-                module.train(training)
-
     @torch.no_grad()
     def _move(self) -> None:
         for parameter in (*parameters_of(self.loss), *parameters_of(self.twin)):
@@ -229,9 +226,8 @@ class Calls:
 
         def run(*rows: Tensor) -> Tensor:
             with nullcontext() if of.budget is None else cz.engine.memory_budget(of.budget):
-                value = (repeated if "checkpoint" in self.how else call)(*of_rows([*rows]))
+                value: Tensor = (repeated if "checkpoint" in self.how else call)(*of_rows([*rows]))
             of.called |= call is of.wrapper
-            assert isinstance(value, Tensor)
             return value
 
         return self._numbers(run, call, of.dtype, lambda x, y: local_rows(of.kind, x, y, self.rank))

@@ -166,12 +166,9 @@ def test_a_difference_between_ranks_is_named(name: str, what: str, worlds: World
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["hides in rows", "hides in compute"])
 def test_code_of_the_user_that_is_equal_on_all_ranks(name: str, shared: bool, worlds: Worlds) -> None:
-    """Hidden numbers are right; private generators and unshared parameters where each rank computes everything.
-
-    Generators of all ranks stay in step while their shards are equal.
-    """
+    """Hidden numbers are right; private generators and unshared parameters where each rank computes everything."""
     for what, right in [(x.what, x.right) for x in of_user_code(LOSSES[name].make())]:
-        for even in ({}, {"batches": [(3, 3)] * 4}):
+        for even in ({}, {"batches": [(3, 3)] * 4}):  # of equal shards generators of all ranks stay in step
             program = [*steps()[:1], change(what, everywhere=True, **even)]
             (end,) = played(worlds, (2, name, SHARED if shared else {}, program))
             assert (end == "right") == (right or not shared), (what, even, end)
