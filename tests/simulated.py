@@ -196,15 +196,8 @@ def draws_of_a_device(name: str) -> Iterator[None]:
 
 def put_by(mode: Simulated) -> Put:
     def put(x: Any) -> Any:
-        if isinstance(x, nn.Module):
-            x = copy.deepcopy(x)
-            for part in x.modules():
-                for name, p in part._parameters.items():
-                    part._parameters[name] = p if p is None else nn.Parameter(mode.put(p.detach()), p.requires_grad)
-                for name, b in part._buffers.items():
-                    part._buffers[name] = b if b is None else mode.put(b)
-            return x
-        return mode.put(x)
+        is_module = isinstance(x, nn.Module)
+        return copy.deepcopy(x)._apply(lambda of_module: mode.put(of_module.detach())) if is_module else mode.put(x)
 
     return put
 

@@ -144,10 +144,6 @@ def of_rank(names: list[str]) -> dict[str, Reads]:
     return found
 
 
-def measured(names: list[str], pool: Worlds) -> dict[str, Reads]:
-    return pool.run(2, of_rank, names)[0]
-
-
 def stated() -> dict[str, Reads]:
     lines = PAGE.read_text(encoding="utf-8").split("| without checks |")[1].split("\n\n")[0].splitlines()[2:]
     rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
@@ -159,8 +155,8 @@ def stated() -> dict[str, Reads]:
 
 @pytest.mark.parametrize("first", range(4) if EVERY_CASE else [0])
 def test_the_table_is_true(first: int, device_worlds: Worlds) -> None:
-    limits = stated()
-    for name, found in measured(OWN[first :: 4 if EVERY_CASE else 12], device_worlds).items():
+    limits, names = stated(), OWN[first :: 4 if EVERY_CASE else 12]
+    for name, found in device_worlds.run(2, of_rank, names)[0].items():
         for x, limit in zip(found, limits[name], strict=True):
             is_kept = all(int(a) <= int(b) for a, b in zip(x.split(" / "), limit.split(" / "), strict=True))
             assert is_kept, f"{name} reads {x}: name it in docs/pages/accelerator.md, or read less"

@@ -16,6 +16,7 @@ from contrastive_zoo.engine import anchor_block, hinges, implementation, masked,
 from contrastive_zoo.engine.anchor_block import class_numbers, class_numbers_as_floats, only_positives
 from contrastive_zoo.ranks import devices
 from tests.helpers import close, numbers
+from tests.simulated import value_and_gradients
 
 Pass = Callable[..., Tensor]
 
@@ -127,21 +128,15 @@ def test_the_first_of_equals_gets_the_gradient(context: Any) -> None:
         assert g.tolist() == gradient
 
 
-def outcome(loss: torch.nn.Module, z: Tensor, labels: Tensor) -> list[Tensor]:
-    z = z.clone().requires_grad_()
-    value = loss(z, labels)
-    return [value.detach(), *torch.autograd.grad(value, z)]
-
-
 @pytest.mark.parametrize("mining", ["all", "semi-hard"])
 @pytest.mark.parametrize("classes", [1, 3, 9, 24])
 def test_a_search_and_one_bar_after_another_find_the_same(mining: Any, classes: int, monkeypatch) -> None:
     z, labels = numbers(24, 3, seed=1), torch.arange(24) % classes
     z[5] = z[2]  # equal distances
     loss = cz.Triplet(mining=mining, margin=0.4)
-    one_by_one = outcome(loss, z, labels)
+    one_by_one = value_and_gradients(loss, [z, labels])
     monkeypatch.setattr(hinges, "_SEARCH_THRESHOLDS", -1)
-    for x, y in zip(outcome(loss, z, labels), one_by_one, strict=True):
+    for x, y in zip(value_and_gradients(loss, [z, labels]), one_by_one, strict=True):
         close(x, y)
 
 

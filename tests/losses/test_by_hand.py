@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -45,9 +46,7 @@ def test_nothing_n_by_n_is_held() -> None:
     """In small blocks no tensor is nearly as large as the similarity matrix."""
     n, threads = 120, torch.get_num_threads()
     torch.set_num_threads(1)  # small operations, and many
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "BLOCK_BYTES", 2**15)
-        patch.setattr(tiling, "TILE_BYTES", 2**13)
+    with patch.object(tiling, "BLOCK_BYTES", 2**15), patch.object(tiling, "TILE_BYTES", 2**13):
         softmaxes = zoo_softmax.ENTRIES + zoo_labelled.ENTRIES + zoo_labelled.ORDERED + WEIGHTS
         # PaCo is called with logits of all classes
         for entry in [x for x in softmaxes if ("," not in x.name and x.name != "PaCo") or "all" in x.name] + MARGINS:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, split
@@ -33,12 +32,8 @@ class Shifted(nn.Module):
         return self.below + 1
 
 
-def tensor(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64, requires_grad=True)
-
-
 FORMS: dict[str, Callable[[float], Any]] = {
-    "tensor": tensor,
+    "tensor": lambda x: torch.tensor(x, dtype=torch.float64, requires_grad=True),
     "parameter": lambda x: nn.Parameter(torch.tensor([x], dtype=torch.float64)),
     "module": Shifted,
 }
@@ -63,7 +58,7 @@ def start(name: str, setting: str) -> float:
     return min(value, 0.9 * most)
 
 
-def loss_of(name: str, setting: str = "", value: Any = None) -> Loss:
+def loss_of(name: str, setting: str | None, value: Any) -> Any:
     torch.manual_seed(0)
     return SUBJECTS[name](**({setting: value} if setting else {})).double()
 
@@ -113,9 +108,8 @@ SHARDS = ((3, 5), (8, 0), (0, 8))
 def steps(cases: list[tuple[str, str | None]], form: str, plain: bool, alone: bool = False) -> list[list[Tensor]]:
     result = []
     for name, setting in cases:
-        given = None if setting is None else FORMS[form](start(name, setting))
-        loss: Any = loss_of(name, setting, given) if setting else loss_of(name)
-        leaf = [] if setting is None else [leaf_of(given)]
+        given = FORMS[form](start(name, setting)) if setting else None
+        loss, leaf = loss_of(name, setting, given), [leaf_of(given)] if setting else []
         loss_fn = loss if alone else cz.DistributedLoss(loss)
         for shards in SHARDS:
             rows = [(x if alone else split(x, shards)[dist.get_rank()]).detach().clone() for x in SUBJECTS[name].rows]

@@ -138,10 +138,6 @@ def dense_threshold_consistent(z: Tensor, labels: Tensor) -> Tensor:
     return mean_over((0.9 - s)[positive & (s <= 0.9)]) + mean_over((s - 0.5)[negative & (s >= 0.5)])
 
 
-def in_thirds(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return z, labels / 3
-
-
 def in_two_dimensions(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return z, torch.stack([labels % 3, labels // 3], 1)
 
@@ -186,6 +182,6 @@ ENTRIES = [
     row("Angular", dense_angular, "labels"),
     row("ThresholdConsistentMargin", dense_threshold_consistent, "labels"),
     row("SmoothAP, with self", dense_smooth_ap, "labels", temperature=0.1, with_self=True),
-    row("RankNContrast", dense_rank_n_contrast, "labels", in_thirds),
+    row("RankNContrast", dense_rank_n_contrast, "labels", lambda z, labels: (z, labels / 3)),
     row("RankNContrast, two labels", dense_rank_n_contrast, "labels", in_two_dimensions, **COSINES),
 ]

@@ -52,8 +52,8 @@ def dense_smoothed(
     return torch.stack(losses[: 1 + symmetric]).mean()
 
 
-def two_negatives(q: Tensor, k: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    return q, k, torch.stack([x, y], 1)
+def own_negatives(q: Tensor, k: Tensor, *negatives: Tensor) -> tuple[Tensor, ...]:
+    return q, k, torch.stack(negatives, 1)
 
 
 def dense_smoothed_pairs(q: Tensor, k: Tensor, x: Tensor, temperature: Any, label_smoothing: float) -> Tensor:
@@ -265,7 +265,7 @@ ENTRIES: list[Entry] = [
     row("GRAM, four modalities", dense_gram, "views", modalities, 4, label_smoothing=0.1),
     row("InfoNCE, smoothed", dense_smoothed, "views", None, 3, symmetric=False, **SMOOTHED),
     row("InfoNCE, smoothed both ways", dense_smoothed, "views", None, 3, symmetric=True, **SMOOTHED),
-    row("InfoNCE, smoothed pairs", dense_smoothed_pairs, "views", two_negatives, 4, **SMOOTHED, **OWN_KEY),
+    row("InfoNCE, smoothed pairs", dense_smoothed_pairs, "views", own_negatives, 4, **SMOOTHED, **OWN_KEY),
     row("SigLIP", dense_siglip, kind=learnt(cz.SigLIP)),
     row("SigLIP, ids", dense_siglip_ids, "labels", two_towers),
     row("SigLIP, captions", dense_siglip_ids, "labels", captions),

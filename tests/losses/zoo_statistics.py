@@ -14,6 +14,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
+from tests.losses.zoo_softmax import own_negatives
 from tests.zoo import itself, roots, row
 
 PROTOTYPES, WIDTH = 5, 8
@@ -240,10 +241,6 @@ def dense_orthogonal(z: Tensor) -> Tensor:
 def dense_negative_cosine(a: Tensor, b: Tensor) -> Tensor:
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     return -((a * b.detach()).sum(1) + (b * a.detach()).sum(1)).mean()
-
-
-def own_negatives(q: Tensor, d: Tensor, *negatives: Tensor) -> tuple[Tensor, ...]:
-    return q, d, torch.stack(negatives, 1)
 
 
 def dense_cyclic_consistency(x: Tensor, y: Tensor, cross_modal: float = 0.25, in_modal: float = 0.25) -> Tensor:
