@@ -129,16 +129,14 @@ class NoisyHard(BatchHard):
         return losses * torch.rand(()), valid
 
 
-MANY_RANKS = [
+MANY = [
     *((entry, (0, 2, 0, 1, 3, 0, 0, 1)) for entry in WHOLE_ZOO[:: 1 if EVERY_CASE else 24]),
     *((entry, (*[0] * 9, 4, 0, 1, *[0] * 4, 2)) for entry in WHOLE_ZOO[1 :: 2 if EVERY_CASE else 96]),
     *((entry, (*[0] * 30, 3, *[0] * 31, 1, 2)) for entry in WHOLE_ZOO[4 :: 5 if EVERY_CASE else 96]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("entry", "shards"), MANY_RANKS, ids=lambda x: f"W={len(x)}" if isinstance(x, tuple) else str(x)
-)
+@pytest.mark.parametrize(("entry", "shards"), MANY, ids=lambda x: f"W={len(x)}" if isinstance(x, tuple) else str(x))
 def test_the_contract_holds_at_every_step_on_many_ranks_of_which_most_are_empty(entry, shards, pools: Pools) -> None:
     trial = Trial(entry.case(temperature=0.3), GlobalBatch(shards, d=2, seed=len(shards)), pools.threads)
     for invariant in (*CONTRACT, same_at_later_steps) if EVERY_CASE or len(shards) < 64 else CONTRACT:

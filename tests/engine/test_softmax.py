@@ -50,14 +50,11 @@ def by_backend(shards: Shards, world: World) -> bool:
 SCATTERS = {f"{module}.scatters_sums": by_backend for module in ("ranks.transport", "engine.exchange")}
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "budget", "ring", "scatters"),
-    drawn(SWEPT, SHARDS, [0, None], [False, True], [False, True], one_in=4),
-    ids=str,
-)
-def test_sums_in_tiles_are_those_of_one_process(
-    name: str, world_size: int, budget: int | None, ring: bool, scatters: bool, worlds: Worlds
-) -> None:
+CASES = drawn(SWEPT, SHARDS, [0, None], [False, True], [False, True], one_in=4)
+
+
+@pytest.mark.parametrize(("name", "world_size", "budget", "ring", "scatters"), CASES, ids=str)
+def test_sums_in_tiles_are_those_of_one_process(name, world_size, budget, ring, scatters, worlds: Worlds) -> None:
     def job() -> int:
         with patch.object(transport, "reduce_scatter_single", wraps=transport.reduce_scatter_single) as calls:
             play(name, SHARED | (SCATTERS if scatters else {}), program(world_size, name, budget, ring))

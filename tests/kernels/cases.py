@@ -113,10 +113,8 @@ class Case:
         if self.rows == "one":  # all products are equal, near 1: their weights are rounded alike
             rows = [rows[0][:1].expand_as(rows[0]), (rows[0][:1] + 0.2 * rows[1][:1]).expand_as(rows[1])]
         if self.rows == "alike":  # unit rows that were rounded to 16 bits would lose digits of their differences
-            center, *samples = (
-                F.normalize(torch.randn(n, self.width, generator=generator), dim=1) for n in (1, *counts)
-            )
-            rows = [F.normalize(samples[0] + 0.5 * F.normalize(x, dim=1), dim=1) for x in rows]
+            center, *base = (F.normalize(torch.randn(n, self.width, generator=generator), dim=1) for n in (1, *counts))
+            rows = [F.normalize(base[0] + 0.5 * F.normalize(x, dim=1), dim=1) for x in rows]
             rows = [math.sqrt(self.cosine) * center + math.sqrt(1 - self.cosine) * x for x in rows]
             rows = [x * torch.randn(len(x), 1, generator=generator).exp() for x in rows]
         if self.rows == "opposite" and self.loss == "SupCon":
@@ -136,9 +134,7 @@ class Case:
     def anchors(self, sizes: Sequence[int]) -> int:
         return sum(sizes) * (2 if self.loss == "NTXent" else 1)
 
-    def found(
-        self, world: int, rank: int, sizes: Sequence[int], step: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def found(self, rank: int, sizes: Sequence[int], step: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         settings = {"normalize": self.normalize, "reduction": self.reduction}
         wrapped = cz.DistributedLoss(LOSSES[self.loss][0](**learnt(self.temperature), **settings), ring=self.ring)
         wrapped = wrapped.to(DEVICE)
@@ -176,7 +172,7 @@ class Case:
     def errors(self, world: int, rank: int, shards: Sizes) -> list[tuple[float, float]]:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True  # what fills new memory must not matter
-        steps = [self.found(world, rank, sizes, step) for step, sizes in enumerate(shards)]
+        steps = [self.found(rank, sizes, step) for step, sizes in enumerate(shards)]
         torch.use_deterministic_algorithms(False)
         errors = []
         for step, ((value, rows, numbers), sizes) in enumerate(zip(steps, shards, strict=True)):
