@@ -3,9 +3,10 @@
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -84,7 +85,10 @@ class Simulated(TorchDispatchMode):
         self.uploads: list[str] = []
         self.host_messages: list[int] = []  # bytes of the messages of CPU tensors
 
-    def put(self, x: Tensor) -> Tensor:
+    def put(self, x: Any) -> Any:
+        """Return a tensor of the device, or a copy of a module that is there."""
+        if isinstance(x, nn.Module):
+            return copy.deepcopy(x)._apply(lambda of_module: self.put(of_module.detach()))
         return OnDevice(x, self.place) if not isinstance(x, OnDevice) else x
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,15 +173,15 @@ def send_from_device() -> None:
 def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
     """Simulate a device with all that this library asks of one, also in backward passes."""
     mode = Simulated(name, float64=float64)
-    with pytest.MonkeyPatch.context() as patch, mode:
-        patch.setattr(sys.modules[__name__], "_modes", [*_modes, mode])
+    with pytest.MonkeyPatch.context() as patching, mode:
+        patching.setattr(sys.modules[__name__], "_modes", [*_modes, mode])
         for module in (call_history, fingerprint):  # there is no event of this device
-            patch.setattr(module, "read_later", mode.read_later)
+            patching.setattr(module, "read_later", mode.read_later)
         kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())
         generator.set_rng_state = generator.manual_seed = generator.manual_seed_all = lambda *_: None
         generator._is_in_bad_fork = lambda: False
-        patch.setattr(torch, kind, generator, raising=False)
-        patch.setattr(torch, "get_device_module", lambda device: generator)
+        patching.setattr(torch, kind, generator, raising=False)
+        patching.setattr(torch, "get_device_module", lambda device: generator)
         yield mode
 
 
@@ -185,21 +189,10 @@ DRAWN = {"SIGReg", "LeJEPA, three views", "VISReg, three views", "RDMReg"}
 """Losses of the zoo that draw other random numbers on an accelerator than on a CPU."""
 
 
-@contextmanager
-def draws_of_a_device(name: str) -> Iterator[None]:
+def draws_of_a_device(name: str) -> AbstractContextManager[Any]:
     """Make a loss of the zoo draw on the CPU what it draws on an accelerator."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name in DRAWN or name.startswith("RDMReg"):
-            patch.setattr(devices, "on_cpu", lambda x: False)
-        yield
-
-
-def put_by(mode: Simulated) -> Put:
-    def put(x: Any) -> Any:
-        is_module = isinstance(x, nn.Module)
-        return copy.deepcopy(x)._apply(lambda of_module: mode.put(of_module.detach())) if is_module else mode.put(x)
-
-    return put
+    is_drawn = name in DRAWN or name.startswith("RDMReg")
+    return patch.object(devices, "on_cpu", lambda x: False) if is_drawn else nullcontext()
 
 
 def on_cpu(found: Any) -> Any:

@@ -17,7 +17,7 @@ from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, error_message
-from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
+from tests.simulated import device, draws_of_a_device, on_cpu, value_and_gradients
 from tests.test_accelerator import ENTRIES as OTHER_ENTRIES
 from tests.test_accelerator import LOSSES as ENTRIES
 from tests.test_accelerator import may_read, of_cpu, of_device
@@ -49,7 +49,7 @@ def steps(index: int, *rows: Tensor, splits: bool = True, **options: Any) -> Ste
     with device() as mode, splitting(always=splits), pytest.MonkeyPatch.context() as patch:
         for module in (loss_modules, row_loss):
             patch.setattr(module, "is_third_party", lambda kind: not is_of_this_library(kind))
-        loss, *moved = map(put_by(mode), (loss, *rows))
+        loss, *moved = map(mode.put, (loss, *rows))
         for _ in range(3):
             for recorded in (mode.reads, mode.uploads, mode.copies, mode.host_messages):
                 recorded.clear()

@@ -25,7 +25,7 @@ from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, assert_says, common_error, rank
 from tests.losses.whole_zoo import WHOLE_ZOO
-from tests.simulated import Put, device, draws_of_a_device, on_cpu, put_by, value_and_gradients
+from tests.simulated import Put, device, draws_of_a_device, on_cpu, value_and_gradients
 from tests.zoo import Entry
 
 pytestmark = pytest.mark.kernels
@@ -96,11 +96,11 @@ def cached(put: Put) -> Any:
 
 
 def messages(put: Put) -> Any:
-    x, of = put(samples()[0]).requires_grad_(), cz.collectives
-    gathered = of.all_gather(x)
-    scattered = of.reduce_scatter(gathered)
-    total = of.all_reduce(gathered.sum(0)) + of.broadcast(x[:1].sum(0)) + of.all_reduce(x.sum(0), "mean")
-    shared = of.replicated(x.mean().detach().requires_grad_())
+    x, C = put(samples()[0]).requires_grad_(), cz.collectives
+    gathered = C.all_gather(x)
+    scattered = C.reduce_scatter(gathered)
+    total = C.all_reduce(gathered.sum(0)) + C.broadcast(x[:1].sum(0)) + C.all_reduce(x.sum(0), "mean")
+    shared = C.replicated(x.mean().detach().requires_grad_())
     (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
     collated = cz.data.CollateEmptyBatches({"x": put(torch.ones(2)), "y": 5})([])
     return gathered, scattered, total, shared, gradient, collated
@@ -193,9 +193,8 @@ def reading(names: Iterable[str]) -> set[str]:
 
 def reads_of(make: Callable[[], Any], rows: list[torch.Tensor]) -> list[str]:
     with device() as mode:
-        put = put_by(mode)
-        loss = put(cz.DistributedLoss(make(), check_finite=True).double())
-        moved = [put(x.double() if x.is_floating_point() else x) for x in rows]
+        loss = mode.put(cz.DistributedLoss(make(), check_finite=True).double())
+        moved = [mode.put(x.double() if x.is_floating_point() else x) for x in rows]
         mode.reads.clear()
         for _ in range(2):
             value_and_gradients(loss, moved)
@@ -265,15 +264,13 @@ def test_a_loss_with_labels_on_the_cpu_and_one_without_float64(entry: Entry) -> 
     with draws_of_a_device(str(entry)):
         expected = value_and_gradients(copy.deepcopy(loss), rows)
     with device() as mode:
-        put = put_by(mode)
-        found = value_and_gradients(put(loss), [put(x) if x.is_floating_point() else x for x in rows])
+        found = value_and_gradients(mode.put(loss), [mode.put(x) if x.is_floating_point() else x for x in rows])
         assert found[0].device == mode.place
         torch.testing.assert_close(on_cpu(found), expected, rtol=1e-9, atol=1e-10)
     if str(entry) != "MarginMSE":
         with device("mps:0", float64=False) as mode:
-            put = put_by(mode)
-            rows = [put(x.float() if x.is_floating_point() else x) for x in rows]
-            found = on_cpu(value_and_gradients(put(loss.float()), rows))
+            rows = [mode.put(x.float() if x.is_floating_point() else x) for x in rows]
+            found = on_cpu(value_and_gradients(mode.put(loss.float()), rows))
         expected = [x.to(y.dtype) for x, y in zip(expected, found, strict=True)]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
@@ -307,7 +304,7 @@ REFUSED: dict[str, tuple[Callable[[Put], Any], str]] = {
 def test_what_is_elsewhere_is_refused_in_words(name: str) -> None:
     run, text = REFUSED[name]
     with device() as mode, pytest.raises(ValueError, match=text):
-        run(put_by(mode))
+        run(mode.put)
 
 
 @pytest.mark.parametrize(("matmuls", "words"), [("highest", "on ipu"), ("high", "float32 matmuls … tf32")])
@@ -331,7 +328,7 @@ def of_cpu(name: str) -> Any:
 
 def of_device(name: str, kind: str = "ipu:0", *, float64: bool = True) -> Any:
     with device(kind, float64=float64) as mode:
-        return on_cpu(ENTRIES[name](put_by(mode)))
+        return on_cpu(ENTRIES[name](mode.put))
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -375,7 +372,7 @@ def test_no_number_is_infinite() -> None:
 
 def test_each_step_draws_other_directions_without_reading_it() -> None:
     with device() as mode:
-        loss = cz.DistributedLoss(put_by(mode)(cz.SIGReg(3, num_slices=4)))
+        loss = cz.DistributedLoss(mode.put(cz.SIGReg(3, num_slices=4)))
         drawn = []
         for _ in range(2):
             drawn.append(loss.loss.directions())

@@ -18,7 +18,7 @@ from contrastive_zoo.ranks import devices, row_checks
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import error_message, numbers
-from tests.simulated import device, put_by
+from tests.simulated import device
 
 N, D, C = 4, 3, 5
 
@@ -75,7 +75,7 @@ def calls(name: str, bad: bool, **options: Any) -> list[str | None]:
     case = CASES[name]
     torch.manual_seed(0)
     with device() as mode:
-        put = put_by(mode)
+        put = mode.put
         loss = cz.DistributedLoss(put(case.make().double()), check_distinct=False, **options)
         *right, wrong = [put(x.clone().requires_grad_(x.is_floating_point())) for x in (*case.rows, case.wrong)]
         first = [*right[:-1], wrong] if bad else right
@@ -114,7 +114,7 @@ def test_one_process_refuses_the_next_call_and_a_bare_loss_this_one(name: str) -
     assert calls(name, True, check_finite=False) == [None] * 3
     case = CASES[name]
     with device() as mode:
-        loss, rows = put_by(mode)(case.make().double()), [mode.put(x) for x in (*case.rows[:-1], case.wrong)]
+        loss, rows = mode.put(case.make().double()), [mode.put(x) for x in (*case.rows[:-1], case.wrong)]
         text = error_message(lambda: loss(*rows))
     assert name == "sharded" or case.says.replace("held", "hold") in str(text)
     if case.indexes:  # the mutant: labels are used as they came
@@ -128,7 +128,7 @@ def test_a_check_waits_for_nothing(name: str) -> None:
     def waits_and_copies() -> tuple[int, int]:
         case = CASES[name]
         with device() as mode:
-            put = put_by(mode)
+            put = mode.put
             loss = cz.DistributedLoss(put(case.make().double()))
             loss(*map(put, case.rows))
             return len(mode.reads), len(mode.copies)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan
 from contrastive_zoo.engine.precision import at_least_float32
-from tests.simulated import READS, device, put_by
+from tests.simulated import READS, device
 
 PAGE = Path(__file__).parents[1] / "benchmarks" / "gpu.md"
 WIDTH = 8
@@ -64,12 +64,11 @@ def dense(name: str, a: Tensor, b: Tensor, put: Callable[[Tensor], Tensor]) -> A
 
 def operators(name: str, dtype: torch.dtype, form: str) -> list[str]:
     with device() as mode:
-        put = put_by(mode)
-        a, b = (put(torch.randn(9, WIDTH, dtype=dtype)).requires_grad_() for _ in range(2))
+        a, b = (mode.put(torch.randn(9, WIDTH, dtype=dtype)).requires_grad_() for _ in range(2))
         if form == "dense":
-            compute, learnt = dense(name, a, b, put)
+            compute, learnt = dense(name, a, b, mode.put)
         else:
-            loss = put(LOSSES[name]())
+            loss = mode.put(LOSSES[name]())
             if form == "DistributedLoss":
                 loss = cz.DistributedLoss(loss, check_finite=False, check_equal=False)
             compute, learnt = lambda: loss(a, b), [*loss.parameters()]

@@ -4,6 +4,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -196,8 +197,7 @@ def test_an_accelerator_numbers_classes_as_a_cpu(ids: list[int]) -> None:
     x = torch.tensor(ids, dtype=torch.int64)
     classes, counts = class_numbers(x)
     partners = only_positives(classes, counts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "on_cpu", lambda x: False)
+    with patch.object(devices, "on_cpu", lambda x: False):
         found, found_counts = class_numbers(x)
         found_partners = only_positives(found, found_counts)
     assert torch.equal(found, classes)

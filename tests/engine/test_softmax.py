@@ -143,12 +143,6 @@ def test_a_column_far_from_all_rows_is_not_lost() -> None:
     torch.testing.assert_close((r.double(), c.double()), (s.logsumexp(1), s.logsumexp(0)), rtol=1e-6, atol=0)
 
 
-@pytest.fixture
-def no_pending_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget losses of other tests whose backward pass never ran, and which Python has not collected yet."""
-    monkeypatch.setattr(tiling.CachedLogits, "_all", weakref.WeakSet())
-
-
 def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before others are made in the second arithmetic, which has the same budget."""
     sums, kept, alive = SoftmaxSweep.sums, [], []
@@ -167,9 +161,9 @@ def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatc
     del r
 
 
-@pytest.mark.usefixtures("no_pending_backward")
 def test_losses_that_wait_for_their_backward_passes_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose similarities no backward pass reads take none of it."""
+    monkeypatch.setattr(tiling.CachedLogits, "_all", weakref.WeakSet())  # not those that wait in other tests
     answers, reserve = [], tiling.CachedLogits.reserve
     monkeypatch.setattr(tiling.CachedLogits, "reserve", lambda *of: answers.append(reserve(*of)) or answers[-1])
 

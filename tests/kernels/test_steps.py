@@ -29,11 +29,6 @@ CASES = [(x, -1) for x in ENTRIES] + [(x, 2**16) for x in ENTRIES if str(x) in S
 """Every loss, without small batches: kernels where there are some. Then losses of :data:`SMALL` as they are used."""
 
 
-@pytest.fixture
-def _threshold(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", elements)
-
-
 def on_device(entry: Entry) -> tuple[nn.Module, list[Tensor]]:
     rows = whole_batch(entry.case(), GlobalBatch((600,), d=16, labels="mixed", seed=5))
     loss = cz.DistributedLoss(entry.case(temperature=0.3).make().loss, check_finite=False)
@@ -54,9 +49,9 @@ def captured(step: Callable[[], list[Any]]) -> tuple[list[Any], Callable[[], Non
     return found, graph.replay
 
 
-@pytest.mark.usefixtures("_threshold")
 @pytest.mark.parametrize(("entry", "elements"), CASES, ids=str)
-def test_a_captured_step_is_the_step(entry: Entry, elements: int) -> None:
+def test_a_captured_step_is_the_step(entry: Entry, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", elements)
     loss, rows = on_device(entry)
     twin = copy.deepcopy(loss)
     for _ in range(WARM_UP):

@@ -14,7 +14,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, close, numbers
 from tests.losses.zoo_pairs import tokens_of
 from tests.random_steps.rank import play
-from tests.simulated import device, on_cpu, put_by, value_and_gradients
+from tests.simulated import device, on_cpu, value_and_gradients
 
 
 def views(count: int = 3) -> list[Tensor]:
@@ -55,10 +55,8 @@ def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
 )
 def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
     rows = tokens_of(*views())
-    with device() as mode, cz.engine.memory_budget(0), pytest.MonkeyPatch.context() as patching:
-        patching.setattr(tiling, "TILE_BYTES", 400)  # several blocks of documents
-        put = put_by(mode)
-        loss, moved = cz.DistributedLoss(make(), check_finite=False, check_equal=False), [put(x) for x in rows]
+    with device() as mode, cz.engine.memory_budget(0), patch.object(tiling, "TILE_BYTES", 400):  # several blocks
+        loss, moved = cz.DistributedLoss(make(), check_finite=False, check_equal=False), [*map(mode.put, rows)]
         for _ in range(3):
             mode.reads.clear()
             mode.uploads.clear()

@@ -34,9 +34,10 @@ SHARDED: dict[str, Callable[..., cz.ClassLoss]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "trainer", "shards"), drawn(SHARDED, ["mean", "sum"], [(7,), (2, 5), (3, 0, 4)], one_in=3), ids=str
-)
+CASES = drawn(SHARDED, ["mean", "sum"], [(7,), (2, 5), (3, 0, 4)], one_in=3)
+
+
+@pytest.mark.parametrize(("name", "trainer", "shards"), CASES, ids=str)
 def test_dealt_out_weights_are_those_of_one_process(name, trainer, shards, worlds: Worlds) -> None:
     make, labels = SHARDED[name], "same" if name == "fewer classes than ranks" else "mixed"
     case = Case(lambda: cz.DistributedLoss(make(shard_over=cz.World.of()), grad_reduction=trainer), "labels", trainer)
