@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -45,15 +46,11 @@ class ThirdParty(nn.Module):
 
 @contextmanager
 def silence() -> Iterator[None]:
-    logged, messages = logging.Handler(logging.WARNING), list[str]()
-    logged.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]  # shorter
-    logging.getLogger("torch").addHandler(logged)
     # not simplefilter("error"): the compiler hides warnings of its own at their display
-    with warnings.catch_warnings(record=True) as recorded:
+    with TestCase().assertNoLogs("torch", logging.WARNING), warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         yield
-    logging.getLogger("torch").removeHandler(logged)
-    assert not [*messages, *(str(x.message) for x in recorded)]
+    assert not [str(x.message) for x in recorded]
 
 
 def trained(name: str, compiled: str = "nothing", wrapped: bool = False) -> list[Tensor]:

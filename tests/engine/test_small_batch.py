@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,11 +49,9 @@ ROWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 @contextlib.contextmanager
 def path(name: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for constant in ("SMALL_MATRIX", "SMALL_ON_ACCELERATORS"):
-            patch.setattr(plan, constant, -1 if name == "general" else 2**18)
-        if name == "accelerator":
-            patch.setattr(devices, "on_cpu", lambda x: False)
+    most = -1 if name == "general" else 2**18
+    on_cpu = (lambda x: False) if name == "accelerator" else devices.on_cpu
+    with patch.multiple(plan, SMALL_MATRIX=most, SMALL_ON_ACCELERATORS=most), patch.object(devices, "on_cpu", on_cpu):
         yield
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -24,15 +24,9 @@ from tests.zoo import Entry
 every_loss = pytest.mark.parametrize("entry", EVERY, ids=str)
 
 
-@contextlib.contextmanager
-def low_blocks() -> Iterator[None]:
-    with patch.object(tiling, "BLOCK_BYTES", 500), patch.object(tiling, "TILE_BYTES", 500):
-        yield
-
-
 PATHS: dict[str, Callable[[], Any]] = {
     "engine": contextlib.nullcontext,
-    "low blocks": low_blocks,
+    "low blocks": lambda: patch.multiple(tiling, BLOCK_BYTES=500, TILE_BYTES=500),
     "plain formulas": cz.engine.plain_formulas,
     "accelerator": lambda: patch.object(devices, "on_cpu", lambda x: False),
 }
