@@ -255,19 +255,13 @@ def dense_flops(*views: Tensor, query_weight: float = 1.0, document_weight: floa
     return query_weight * q + document_weight * d
 
 
-COVARIANCE: dict[str, Any] = {
-    "prepare": lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp())), "embedding_size": WIDTH,
-}  # fmt: skip
+COVARIANCE: dict[str, Any] = {"prepare": lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp()))}
 TERMS = {"scale_weight": 2.0, "shape_weight": 3.0, "center_weight": 4.0}
 SLICES: dict[str, Any] = {"embedding_size": WIDTH, "num_slices": 6}
-CLUSTERS: dict[str, Any] = {
-    "prepare": lambda loss: loss.prototypes.data.copy_(fixed_prototypes()),
-    "num_prototypes": PROTOTYPES, "embedding_size": WIDTH,
-}  # fmt: skip
-OUTPUTS: dict[str, Any] = {
-    "prepare": lambda loss: loss.centre.copy_(ramp()),
-    "out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7,
-}  # fmt: skip
+CLUSTERS: dict[str, Any] = {"num_prototypes": PROTOTYPES, "embedding_size": WIDTH}
+CLUSTERS["prepare"] = lambda loss: loss.prototypes.data.copy_(fixed_prototypes())
+OUTPUTS: dict[str, Any] = {"out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7}
+OUTPUTS["prepare"] = lambda loss: loss.centre.copy_(ramp())
 
 ENTRIES = [
     row("CyclicConsistency", dense_cyclic_consistency),
@@ -277,7 +271,7 @@ ENTRIES = [
     row("AlignUniform", dense_align_uniform),
     row("NNCLR", dense_nnclr, "views", predicted, prepare=remember, size=7, embedding_size=WIDTH),
     row("LeJEPA, three views", dense_lejepa, "views", widened, 3, lambda_=0.3, num_points=5, **SLICES),
-    row("TiCo", dense_tico, "views", widened, **COVARIANCE),
+    row("TiCo", dense_tico, "views", widened, embedding_size=WIDTH, **COVARIANCE),
     row("SIGReg", dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, num_slices=6, num_points=5),
     row("VISReg, three views", dense_visreg, "views", widened, 3, lambda_=0.3, **TERMS, **SLICES),
     row("RDMReg", dense_rdmreg, "views", widened, shift=-0.25, **SLICES),
@@ -296,4 +290,4 @@ ENTRIES = [
     row("DINO, Sinkhorn", dense_dino, "views", student_and_teacher, 3, centering="sinkhorn", **OUTPUTS),
     row("IBOT", dense_ibot, "views", masked_patches, **OUTPUTS),
     row("IBOT, Sinkhorn", dense_ibot, "views", masked_patches, centering="sinkhorn", **OUTPUTS),
-]  # fmt: skip
+]
