@@ -39,6 +39,7 @@ INPUTS = {name: (dtype, False) for name, dtype in DTYPES.items()} | {"autocast":
 
 # the one whose keys are functions of queries that 16 bits round; the others' are made exact below
 EVERY = [entry for entry in whole_zoo.EVERY if entry.name != "MultiPositive, several targets"]
+OF_PAIRS = [x for x in EVERY if x.name in ("NTXent", "NTXent, three views", "SupCon", "Clip", "SigLIP")]
 NARROW = [name for name in INPUTS if name != "float32"]
 EPS = torch.finfo(torch.float32).eps
 
@@ -176,9 +177,6 @@ def test_losses_of_anchors_hand_each_rank_its_rows_gradient(entry: Entry, shards
         close(value, wanted.detach())
     for index, gradient in enumerate(torch.autograd.grad((anchors * weights).sum(), floating(rows))):
         close(torch.cat([of_rank[index] for _, of_rank in found]), gradient)
-
-
-OF_PAIRS = [x for x in EVERY if x.name in ("NTXent", "NTXent, three views", "SupCon", "Clip", "SigLIP")]
 
 
 @pytest.mark.parametrize(

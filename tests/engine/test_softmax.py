@@ -48,8 +48,6 @@ def by_backend(shards: Shards, world: World) -> bool:
 
 
 SCATTERS = {f"{module}.scatters_sums": by_backend for module in ("ranks.transport", "engine.exchange")}
-
-
 CASES = drawn(SWEPT, SHARDS, [0, None], [False, True], [False, True], one_in=4)
 
 

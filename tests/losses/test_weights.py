@@ -32,8 +32,6 @@ SHARDED: dict[str, Callable[..., cz.ClassLoss]] = {
     "AdaFace": partial(cz.AdaFace, CLASSES, 4, momentum=0.5, scale=8.0),
     "CurricularFace": partial(cz.CurricularFace, CLASSES, 4, **SMOOTHED, momentum=0.5, sub_centers=2, scale=8.0),
 }
-
-
 CASES = drawn(SHARDED, ["mean", "sum"], [(7,), (2, 5), (3, 0, 4)], one_in=3)
 
 
