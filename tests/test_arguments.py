@@ -211,10 +211,10 @@ def at_a_later_step() -> None:
         loss(of_rank(), of_rank(seed=7), prototypes)
 
 
-def prototypes_of(prototypes: Tensor | None = None, **options: Any) -> Any:
-    """A call with prototypes that are equal on every rank, or with other ones."""
+def prototypes_of(prototypes: Tensor | None = None, *, shared: Any = ("prototypes",), **options: Any) -> Any:
+    """A call with shared prototypes that are equal on every rank, or with other ones."""
     prototypes = of_all() if prototypes is None else prototypes
-    return called(of_rank(), of_rank(seed=7), prototypes, loss=Prototypes(), **options)
+    return called(of_rank(), of_rank(seed=7), prototypes, loss=Prototypes(), shared=shared, **options)
 
 
 def views_of(n: int = 3, **options: Any) -> Any:
@@ -275,17 +275,14 @@ OF_TWO: list[tuple[Callable[[], Any], str]] = [
     ),
     (views_of, "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}"),
     (lambda: views_of(first(3, 4)), "ranks disagree on the width of views … batch_dim={'views': 1}"),
-    (
-        lambda: prototypes_of(of_rank(seed=8), shared={"prototypes"}),
-        "the shared prototypes differs between ranks … out of shared",
-    ),
+    (lambda: prototypes_of(of_rank(seed=8)), "the shared prototypes differs between ranks … out of shared"),
     (lambda: called(of_rank(), F.normalize(of_rank(2**16)).float(), shared={"other"}), "shared other differs"),
     (
-        lambda: prototypes_of(of_all(first(5, 6)), shared={"prototypes"}),
+        lambda: prototypes_of(of_all(first(5, 6))),
         "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]",
     ),
     (
-        lambda: prototypes_of(of_all().requires_grad_(first(True, False)), shared={"prototypes"}),
+        lambda: prototypes_of(of_all().requires_grad_(first(True, False))),
         "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]",
     ),
     (

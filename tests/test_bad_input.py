@@ -53,6 +53,10 @@ def lenient(embeddings: Tensor, labels: Tensor | None = None, indices_tuple: Any
     return embeddings.square().sum()
 
 
+def weighted(embeddings: Tensor, weight: Any) -> Tensor:
+    return embeddings.sum() * weight
+
+
 class Mining(nn.Module):
     def __init__(self, share: float = 0.5) -> None:
         super().__init__()
@@ -230,14 +234,8 @@ BETWEEN: list[tuple[Callable[[], Any], str]] = [
         "ranks disagree on losses.1.margin: rank 0 has 0.1 … has 0.9",
     ),
     (in_plain_formulas, "ranks disagree on plain_formulas(): rank 0 has False … has True"),
-    (
-        lambda: wrapped(lambda embeddings, margin: embeddings.sum() * margin, z(), last(1.5, 0.5)),
-        "ranks disagree on margin … 0.5 … 1.5",
-    ),
-    (
-        lambda: wrapped(lambda embeddings, weight: embeddings.sum() * weight, z(), torch.tensor(last(2.0, 1.0))),
-        "weight has norm 1 on rank 0 and 2 on rank",
-    ),
+    (lambda: wrapped(weighted, z(), last(1.5, 0.5)), "ranks disagree on weight … 0.5 … 1.5"),
+    (lambda: wrapped(weighted, z(), torch.tensor(last(2.0, 1.0))), "weight has norm 1 on rank 0 and 2 on rank"),
     (lambda: wrapped(third_party, spoilt(), y()), "third_party: … embeddings hold NaN or infinite values in 1 of 4"),
     (lambda: wrapped(third_party, z(0), y(0)), "third_party: the global batch is empty … skip the step"),
     (
