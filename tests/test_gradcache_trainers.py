@@ -213,6 +213,7 @@ class Zero1(Trainer):
             "gradient_accumulation_steps": options.accumulate,
             "zero_optimization": {"stage": self.stage},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # by default gradients longer than 1 are shortened
         }
         self.step = self.cached(options.encoders()).float()
         self.engine, *_ = deepspeed.initialize(model=self.step, optimizer=optimizer_of(self.step), config=config)
