@@ -129,9 +129,9 @@ def _settle(member: Member) -> None:
     until = time.monotonic() + waiting_time(member.process_group)
     waits_for = {rank for rank in range(member.size) if rank != member.rank}
     while waits_for:
-        said = _in_store(lambda store: (_read(store, f"{key}/gone on"), _notes(store, member)))
+        said, is_silent = _ask(lambda store: (_read(store, f"{key}/gone on"), _notes(store, member)))
         is_late = time.monotonic() > until
-        if said is None and not is_late and _is_silent(dist.distributed_c10d._get_default_store()):  # its host is busy
+        if is_silent and not is_late:  # its host is busy
             pause(member.process_group, _PAUSE)
             continue
         if said is None or said[0] or is_late:
@@ -246,9 +246,14 @@ def _key(group: dist.ProcessGroup) -> str:
 
 
 def _in_store(function: Callable[[Any], Any]) -> Any:
-    """``function`` of the default group's store, in a thread: a store whose host is gone never answers.
+    """``function`` of the default group's store; None if it raised, or if the store does not answer in time."""
+    return _ask(function)[0]
 
-    None if it raised, or if the store does not answer in time. Nothing else is asked until it has answered.
+
+def _ask(function: Callable[[Any], Any]) -> tuple[Any, bool]:
+    """``function`` of the default group's store, or None, and whether the store has not answered yet.
+
+    It runs in a thread, because a store whose host is gone never answers. Nothing else is asked until it has answered.
     """
     global _asked
     result: list[Any] = []
@@ -257,19 +262,17 @@ def _in_store(function: Callable[[Any], Any]) -> Any:
         with suppress(Exception):  # a store that is closed: the error does without a note
             result.append(function(store))
 
+    is_silent = False
     with suppress(Exception):  # there is no store; no thread starts while the interpreter ends
         store = dist.distributed_c10d._get_default_store()
-        if not _is_silent(store):
+        is_silent = _asked is not None and _asked[0] is store and _asked[1].is_alive()
+        if not is_silent:
             thread = threading.Thread(target=run, daemon=True, name="contrastive_zoo note")
             thread.start()
             _asked = store, thread
             thread.join(STORE_TIMEOUT)
-    return result[0] if result else None
-
-
-def _is_silent(store: Any) -> bool:
-    """Whether this store has not answered the last question yet."""
-    return _asked is not None and _asked[0] is store and _asked[1].is_alive()
+            is_silent = thread.is_alive()
+    return (result[0], False) if result else (None, is_silent)
 
 
 _asked: tuple[Any, threading.Thread] | None = None  # the store of the last question, and its thread
