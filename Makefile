@@ -39,9 +39,9 @@ test: .venv/.installed lint types
 test-all: test .venv/.peers-installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(MARKED)"
 
-# GradCache with DeepSpeed, which no other test needs
+# DeepSpeed, without which these tests are skipped elsewhere: its recipe, and GradCache
 test-trainers: .venv/.examples-installed .venv/.peers-installed
-	$(BIN)/python -m pytest tests/test_gradcache_trainers.py
+	$(BIN)/python -m pytest tests/test_gradcache_trainers.py tests/test_recipes.py
 
 # for the inner loop: what a change breaks first, in under 90 seconds on 2 cores
 quick: .venv/.installed lint types

@@ -36,6 +36,7 @@ config = {
     "train_micro_batch_size_per_gpu": 100,  # not used: batches come from our loader
     "zero_optimization": {"stage": 2},
     "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0.0,  # the default, 1.0, is not what the other recipes train with
 }
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
