@@ -14,9 +14,9 @@ import torch
 NO_COLLECTIVE = "No rank waits in a collective: the job loops, or needs a longer timeout."
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _MESSAGES = os.path.join(_PACKAGE, "ranks", "messages.py")
-_LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (*torch.__path__, os.path.dirname(__file__)))
+_LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (*torch.__path__, _PACKAGE))
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
@@ -53,8 +53,7 @@ def locate(stacks: Sequence[Sequence[tuple[str, str, str]]]) -> Where:
         if names:
             return Where(names[-1], _place(frames))
         if any(file == _MESSAGES and name in ("wait", "_wait_and_look") for file, _, name in frames):
-            callers = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
-            return Where("a message of contrastive_zoo", _place(callers or frames))
+            return Where("a message of contrastive_zoo", _place(frames))
     return Where(None, _place(stacks[-1]) if stacks else "an unknown place")
 
 
@@ -64,7 +63,7 @@ def _place(frames: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _is_user_code(file: str) -> bool:
-    """Return whether a file is neither torch's, nor the standard library's, nor one of this folder."""
+    """Return whether a file is neither torch's, nor the standard library's, nor one of this package."""
     # typing_extensions.py wraps functions that are deprecated
     if file.startswith((*_LIBRARY_FOLDERS, "<frozen")) or file.endswith("typing_extensions.py"):
         return False
