@@ -28,11 +28,11 @@ from tools import pages
 from tools.mutants.changes import PACKAGE, Mutant, Name, modules, mutants_of, mutated
 
 TESTS = {
-    "engine": "engine losses kernels/test_implementation.py test_precision.py test_accelerator.py "
-    "test_accelerated_ranks.py test_solved_batches.py test_bad_input.py adapters/test_native.py test_monitor.py "
-    "test_contract.py test_explain.py",
+    "engine": "losses/test_definitions.py test_contract.py test_explain.py engine losses kernels/test_implementation.py "
+    "test_precision.py test_accelerator.py test_accelerated_ranks.py test_solved_batches.py test_bad_input.py "
+    "adapters/test_native.py test_monitor.py",
     "ranks": "test_collectives.py test_handshake.py test_averaging.py test_late_checks.py test_state.py "
-    "test_faults.py test_distributed.py engine",
+    "test_faults.py test_distributed.py test_bad_input.py engine",
     "wrapper": "test_distributed.py losses/test_signatures.py test_state.py test_late_checks.py test_bad_input.py "
     "test_gradcache.py",
 }
@@ -63,8 +63,11 @@ def planted(mutant: Mutant, root: Path) -> Iterator[None]:
 
 
 def tests_of(mutant: Mutant) -> list[str]:
-    room = mutant.path.partition("/")[0]
-    return [f"{PACKAGE.name}/{mutant.path}", *(f"tests/{x}" for x in TESTS[room].split())]
+    """Return the module's doctests, the test files that import it, and the tests of its room."""
+    room, name = mutant.path.partition("/")[0], ".".join((PACKAGE.name, *Path(mutant.path).with_suffix("").parts))
+    files = sorted((pages.ROOT / "tests").rglob("test_*.py"))
+    named = [str(x.relative_to(pages.ROOT)) for x in files if f"from {name} import" in x.read_text(encoding="utf-8")]
+    return [f"{PACKAGE.name}/{mutant.path}", *named, *(f"tests/{x}" for x in TESTS[room].split())]
 
 
 def verdict(tests: Sequence[str], root: Path, seconds: float = SECONDS) -> Result:
