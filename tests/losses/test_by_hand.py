@@ -60,6 +60,19 @@ def test_nothing_n_by_n_is_held() -> None:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize(
+    ("loss", "whole"), [(cz.SIGReg(4, num_slices=32), 17 * 32), (cz.VISReg(4, num_slices=640), 640)]
+)
+def test_waves_and_sorted_projections_are_computed_some_at_a_time(loss: cz.SIGReg | cz.VISReg, whole: int) -> None:
+    n = 120
+    views = [numbers(n, 4, seed=seed).requires_grad_() for seed in range(1 if isinstance(loss, cz.SIGReg) else 2)]
+    for tile_bytes, is_whole in ((2**13, False), (2**23, True)):
+        with patch.object(tiling, "TILE_BYTES", tile_bytes), Largest() as largest:
+            loss(*views).backward()
+        assert (largest.elements >= whole * n) == is_whole
+        assert is_whole or largest.elements <= whole * n / 4
+
+
 def test_dependent_modalities_span_no_volume_and_have_finite_gradients() -> None:
     """Rounding would leave 1e-4. Anchors are in the span of their modalities; those of the last samples are parallel."""
     b, c, weights = (numbers(200, 8, seed=seed).float() for seed in (1, 2, 3))

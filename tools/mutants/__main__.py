@@ -28,13 +28,13 @@ from tools import pages
 from tools.mutants.changes import PACKAGE, Mutant, Name, modules, mutants_of, mutated
 
 TESTS = {
-    "engine": "losses/test_definitions.py test_contract.py test_explain.py engine losses kernels/test_implementation.py "
-    "test_precision.py test_accelerator.py test_accelerated_ranks.py test_solved_batches.py test_bad_input.py "
-    "adapters/test_native.py test_monitor.py",
+    "engine": "losses/test_definitions.py test_contract.py test_explain.py engine losses kernels test_precision.py "
+    "test_accelerator.py test_accelerated_ranks.py test_solved_batches.py test_bad_input.py adapters/test_native.py "
+    "test_monitor.py test_natural_mistakes.py",
     "ranks": "test_collectives.py test_handshake.py test_averaging.py test_late_checks.py test_state.py "
-    "test_faults.py test_distributed.py test_bad_input.py engine",
+    "test_faults.py test_distributed.py test_bad_input.py test_accelerated_ranks.py test_spmd_types.py engine",
     "wrapper": "test_distributed.py losses/test_signatures.py test_state.py test_late_checks.py test_bad_input.py "
-    "test_gradcache.py",
+    "test_gradcache.py adapters/test_third_party.py",
 }
 """The tests of a mutated room, and doctests of the module; those of whole trainings take longer."""
 
