@@ -12,7 +12,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange, tiling
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, close, numbers
-from tests.losses.zoo_pairs import tokens_of
+from tests.losses.zoo_pairs import dense_max_sim, tokens_of
 from tests.random_steps.rank import play
 from tests.simulated import device, on_cpu, value_and_gradients
 
@@ -37,6 +37,13 @@ def test_similarities_of_all_tokens_are_never_held(cached: bool, monkeypatch: py
         cz.MaxSim()(queries, documents).backward()
     selected = 24 * 16 * 24
     assert largest.elements <= selected < (24 * 16) ** 2 / 4
+
+
+@pytest.mark.path("engines")
+def test_documents_longer_than_a_tile_are_scored_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tokens_of(*views(2))
+    monkeypatch.setattr(tiling, "TILE_BYTES", 16)  # 2 numbers of 64 bits, where documents have up to 3 tokens
+    close(cz.MaxSim()(*rows), dense_max_sim(*rows))
 
 
 def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
