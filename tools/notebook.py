@@ -20,9 +20,8 @@ def execute(path: Path) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     how: Any = {"kernel_name": "python3", "resources": {"metadata": {"path": str(ROOT)}}}
-    NotebookClient(
-        notebook, timeout=120, coalesce_streams=True, **how
-    ).execute()  # as one, in whatever pieces they come
+    how["coalesce_streams"] = True  # outputs are one text, in whatever pieces they came
+    NotebookClient(notebook, timeout=120, **how).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     nbformat.write(notebook, path)

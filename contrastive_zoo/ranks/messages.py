@@ -246,14 +246,14 @@ def _key(group: dist.ProcessGroup) -> str:
 
 
 def _in_store(function: Callable[[Any], Any]) -> Any:
-    """``function`` of the default group's store; None if it raised, or if the store does not answer in time."""
+    """Ask the default group's store; return its answer, None if it raised or does not answer in time."""
     return _ask(function)[0]
 
 
 def _ask(function: Callable[[Any], Any]) -> tuple[Any, bool]:
-    """``function`` of the default group's store, or None, and whether the store has not answered yet.
+    """Ask the default group's store; return its answer, or None, and whether it has not answered yet.
 
-    It runs in a thread, because a store whose host is gone never answers. Nothing else is asked until it has answered.
+    A thread asks, because a store whose host is gone never answers. Nothing else is asked until it has answered.
     """
     global _asked
     result: list[Any] = []
