@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks import suggestions
+from contrastive_zoo.ranks.world import warn_of_launcher
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import assert_says, close, common_error, error_message, numbers, rank
 from tests.interpreter import python
@@ -230,6 +231,7 @@ def test_what_trains_wrongly_warns_once_on_every_rank_and_right_use_does_not(nam
 
 @pytest.mark.parametrize("size", ["", "1", "4"])
 def test_a_launcher_without_a_process_group_warns_once(size: str) -> None:
+    warn_of_launcher.cache_clear()  # a process has one launcher
     with patch.dict(os.environ, {"WORLD_SIZE": size}):
         texts = warned(lambda: cz.NTXent()(z(), z()), lambda: D(cz.NTXent())(z(), z()))
         assert len(texts) == (size == "4")

@@ -44,7 +44,7 @@ class Needs(NamedTuple):
     members: tuple["Needs", ...] = ()  # of a sum of losses
 
     def __hash__(self) -> int:
-        return hash(tuple([tuple(x) if isinstance(x, list) else x for x in self]))  # a user may pass lists
+        return hash(self[3:8])  # all but names, of which a user may pass lists
 
 
 NO_NEEDS = Needs()

@@ -37,10 +37,12 @@ def small_batch_info_nce(
     Rows ``batch.local_slice`` of either side get a gradient, others zeros: a rank that computes all needs that of its own.
     """
     scale, is_learnt = _scale(temperature), isinstance(temperature, Tensor)
-    terms: Callable[[Tensor], Terms] = partial(softmaxes, comparison=comparison)
+    terms: Callable[[Tensor], Terms]
     if isinstance(scale, float) and scale <= LARGEST_SCALE and a.is_cpu:  # where an exponential takes time
         overwrite = batch.local_slice is None or not is_learnt
         terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=overwrite)
+    else:
+        terms = partial(softmaxes, comparison=comparison)
     sides, views = 2 if comparison == "rows and columns" else 1, comparison == "views"
     return _computed(batch, a, b, temperature, scale, None, reduction, terms, views=views, sides=sides)
 
@@ -147,7 +149,7 @@ class _SmallBatch(Function):
 def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return torch.mm(q, k.T).mul_(scale)
-    return q.new_empty(len(q), len(k)).addmm_(q, k.T, beta=0, alpha=scale)
+    return q.new_empty(q.shape[0], k.shape[0]).addmm_(q, k.T, beta=0, alpha=scale)
 
 
 def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None, views: bool, count: int) -> Tensor:

@@ -1,12 +1,11 @@
 """Families of losses by what a call compares: views, images and texts, labelled embeddings, embeddings alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction
 
@@ -36,15 +35,16 @@ class TwoViewLoss(Loss):
 class ImageTextLoss(Loss):
     """A loss of images and their texts: ``loss(images, texts)``, [n, d] each."""
 
+    compares = ("images",), ("texts",)
+
     normalize: bool = True
     reduction: Reduction = "mean"
 
     def inputs(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"images": images, "texts": texts})
 
-    def needs(self, inputs: Inputs) -> Needs:
-        needs = super().needs(inputs)
-        return needs._replace(anchors=("images",), candidates=("texts",), one_operator=self.has_one_operator)
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return self.normalize and self.is_reduced
 
 
 class LabelledLoss(Loss):

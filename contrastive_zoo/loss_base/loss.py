@@ -182,6 +182,8 @@ class Loss(Settings, nn.Module):
 
     engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel``, a keyword of the class
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
+    # the names of the tensors that are compared, anchors and candidates; all embeddings with all if None
+    compares: ClassVar[tuple[tuple[str, ...], tuple[str, ...]] | None] = None
     row_indices: ClassVar[tuple[str, ...]] = ()  # arguments whose values are indices of this rank's samples
 
     def __init_subclass__(cls, *, engine: Engine | None = None, has_kernel: bool = False, **kwargs: Any) -> None:
@@ -285,11 +287,16 @@ class Loss(Settings, nn.Module):
         return not isinstance(self.inputs, MethodType)
 
     def needs(self, inputs: Inputs) -> Needs:
-        """Return what a call asks of its plan. A family overrides this to say which tensors are compared."""
-        names = tuple([name for name, x in inputs.rows.items() if x.ndim > 1 and x.is_floating_point()])
+        """Return what a call asks of its plan. A loss whose tensors say more than its class extends this."""
+        rows = inputs.rows
+        if self.compares is not None:
+            anchors, candidates = self.compares
+        else:
+            anchors = candidates = tuple([name for name, x in rows.items() if x.ndim > 1 and x.is_floating_point()])
         split = "only this rank knows what its indices mean" if inputs.local else self.split_reason()
         whole = "a loss in it has a forward of its own, or hooks" if inputs.whole else None
-        return Needs(self.engine, names, names, whole, split, self.ring_problem(), self.no_kernel)
+        is_one = self.has_one_operator(rows)
+        return Needs(self.engine, anchors, candidates, whole, split, self.ring_problem(), self.no_kernel, is_one)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         """Return the engine entries that :meth:`compute` calls, for what a call costs: by default one of its engine."""
@@ -318,10 +325,9 @@ class Loss(Settings, nn.Module):
             return None, [Shared(temperature.dtype.itemsize)]
         return (1.0 if temperature is None else 1 / temperature), []
 
-    @property
-    def has_one_operator(self) -> bool:
-        """Whether one operator computes a small batch of two tensors of embeddings: of unit ones, reduced."""
-        return bool(self.__dict__.get("normalize")) and self.is_reduced
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        """Return whether one operator computes a small batch of these tensors."""
+        return False
 
     def split_reason(self) -> str | None:
         """Return why no rank can compute the loss of all ranks' embeddings, in words, or None."""

@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
 
     def floats(self) -> tuple[float, float]:
         """Return the range of floats that are right without a further check."""
-        if self.whole or self.constant:
+        if self.whole:
             return math.inf, -math.inf
         above = -math.inf if self.above is None else math.nextafter(self.above, math.inf)
         below = math.inf if self.below is None else math.nextafter(self.below, -math.inf)
@@ -269,13 +269,13 @@ class Settings(nn.Module):
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
-        present = self.__dict__
+        present, modules = self.__dict__, self._modules
         for name, check in self._checks.items():
-            value = present[name] if name in present else self._setting(name)
-            if (type(value) in _WORDS and value in check.words) or check.holds(value):
-                continue
-            if check.bounds is not None and isinstance(value, nn.Module) and not check.bounds.whole:
+            if modules.get(name) is not None and check.bounds is not None and not check.bounds.whole:
                 continue  # its value is checked at the call
+            value = present[name] if name in present else self._setting(name)
+            if (value in check.words) if type(value) in _WORDS else check.holds(value):
+                continue
             if (problem := check(name, value)) is not None:
                 return problem
         return None
@@ -325,9 +325,12 @@ class Check(NamedTuple):
 
     def holds(self, x: object) -> bool:
         """Return whether x is a right float, or a tensor that holds one: the usual case of a number, in little time."""
-        if type(x) is Tensor and x.ndim == 0 and x.layout is torch.strided and x.is_cpu and x.dtype in _WIDE:
-            x = x.item()
-        return type(x) is float and self.least <= x <= self.most
+        if type(x) is float:
+            return self.least <= x <= self.most
+        if type(x) is not Tensor or x.ndim or x.layout is not torch.strided or not x.is_cpu or x.dtype not in _WIDE:
+            return False
+        refused = x.requires_grad and self.bounds is not None and self.bounds.constant
+        return not refused and self.least <= x.item() <= self.most
 
     def __call__(self, name: str, value: object) -> str | None:
         if value is None and self.optional:

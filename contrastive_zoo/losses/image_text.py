@@ -1,12 +1,13 @@
 """Images and texts besides CLIP's softmax: without the positive in the sum, and with consistent similarities."""
 
+from collections.abc import Mapping
+
 from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.pairs import TowerPairs
-from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.statistics import second_moments
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
@@ -40,8 +41,8 @@ class InfoLOOB(ImageTextLoss, engine="softmax", has_kernel=True):
 
     temperature: Temperature = 1 / 30
 
-    def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(one_operator=False)
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return False
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)

@@ -1,5 +1,7 @@
 """Softmax over two towers: InfoNCE, CLIP and MIL-NCE."""
 
+from collections.abc import Mapping
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -78,11 +80,10 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
             no_kernel = "computes InfoNCE with in_batch_negatives=True only"
         elif negatives is not None and (self.symmetric or negatives.ndim != 2):
             no_kernel = "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
-        one_operator = negatives is None and self.has_one_operator and not smooths(self.label_smoothing)
-        needs = super().needs(inputs)
-        return needs._replace(
-            anchors=(queries,), candidates=(*candidates,), no_kernel=no_kernel, one_operator=one_operator
-        )
+        return super().needs(inputs)._replace(anchors=(queries,), candidates=(*candidates,), no_kernel=no_kernel)
+
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return len(rows) == 2 and self.normalize and self.is_reduced and not smooths(self.label_smoothing)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         (scale, entries), (queries, keys, *negatives) = self.scale_of(stated), stated.inputs.rows
@@ -142,9 +143,8 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     temperature: Temperature = field(factory=LearnableTemperature)
     label_smoothing: Smoothing = 0.0
 
-    def needs(self, inputs: Inputs) -> Needs:
-        needs = super().needs(inputs)
-        return needs._replace(one_operator=needs.one_operator and not smooths(self.label_smoothing))
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return super().has_one_operator(rows) and not smooths(self.label_smoothing)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [*super().entries(stated), *_sums(self.label_smoothing, 2, stated)]

@@ -1,5 +1,6 @@
 """NNCLR: the nearest neighbour in a memory of earlier batches takes the place of a view."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs
 from contrastive_zoo.engine.pairs import TowerPairs
-from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
@@ -55,6 +55,8 @@ class NNCLR(Loss, engine="softmax", has_kernel=True):
     Source: Dwibedi et al. 2021, eqs. 2-4, https://arxiv.org/abs/2104.14548
     """
 
+    compares = ("projections1",), ("predictions1",)
+
     size: Size = field(kw_only=False)
     embedding_size: Size = field(kw_only=False)
     temperature: Temperature = 0.1
@@ -78,9 +80,8 @@ class NNCLR(Loss, engine="softmax", has_kernel=True):
         compared = {"memory": list(self._earlier()[0].shape)}
         return Inputs(rows, self.queue.width_problem(projections1), compared=compared)
 
-    def needs(self, inputs: Inputs) -> Needs:
-        needs = super().needs(inputs)
-        return needs._replace(anchors=("projections1",), candidates=("predictions1",), one_operator=self.is_reduced)
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return self.is_reduced
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         (scale, learnt), how = self.scale_of(stated), {"columnwise": False, "narrow": False}

@@ -1,6 +1,7 @@
 """Softmax over the views of a batch: NT-Xent, and its forms whose negatives or positives have weights."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -47,10 +48,11 @@ class NTXent(ViewLoss, engine="softmax", has_kernel=True):
     reduction: Reduction = "mean"
 
     def needs(self, inputs: Inputs) -> Needs:
-        count = len(inputs.rows)
-        no_kernel = None if count == 2 else f"compares two views, got {count}"
-        one_operator = count == 2 and self.has_one_operator
-        return super().needs(inputs)._replace(no_kernel=no_kernel, one_operator=one_operator)
+        count, needs = len(inputs.rows), super().needs(inputs)
+        return needs if count == 2 else needs._replace(no_kernel=f"compares two views, got {count}")
+
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return len(rows) == 2 and self.normalize and self.is_reduced
 
     def compute(self, batch: Batch) -> Tensor:
         return ViewPairs(batch, batch.settings.temperature, self.normalize).cross_entropy(self.reduction)

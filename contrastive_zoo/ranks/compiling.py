@@ -20,7 +20,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break()  # so that an error of fullgraph=True shows this line: compile the encoder alone
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
@@ -41,7 +41,7 @@ def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
     """``backward``, which tells waiting ranks if it raises; a context with messages holds their world."""
 
     def run(ctx: Any, *gradients: Any) -> Any:
-        if torch.compiler.is_compiling():  # of compiled autograd
+        if torch.compiler.is_dynamo_compiling():  # of compiled autograd
             torch._dynamo.graph_break()
             return torch.compiler.disable(backward)(ctx, *gradients)
         try:

@@ -222,12 +222,10 @@ def logits_rule(name: str, rows: Mapping[str, Tensor]) -> ValueRule | None:
 
     It is read at the first square batch of a loss's name that a network has computed.
     """
-    embeddings = [x for x in rows.values() if x.ndim == 2 and x.is_floating_point()]
-    first, other = (embeddings * 2)[:2] if 0 < len(embeddings) < 3 else (None, None)
-    if first is None or other is None or first.grad_fn is None or not _LEAST <= first.shape[0] == first.shape[1]:
+    squares = [x for x in rows.values() if x.grad_fn is not None and x.ndim == 2 and _LEAST <= x.shape[0] == x.shape[1]]
+    if not 0 < len(squares) < 3 or not first_time(f"{name} of a square batch"):
         return None
-    if first.shape != other.shape or not first_time(f"{name} of a square batch"):
-        return None
+    first, other = squares[0], squares[-1]
     column = other.detach()[:, 0]
 
     def numbers(first: Tensor) -> Tensor:

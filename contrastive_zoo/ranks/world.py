@@ -153,8 +153,8 @@ class World:
             raise ValueError(f"process_group: {problem}")
         default = dist.group.WORLD
         if default is None:
-            if process_group is None and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
-                warn_once(_NO_GROUP.format(os.environ["WORLD_SIZE"]), key="no process group")
+            if process_group is None:
+                warn_of_launcher()
             return ONE_PROCESS
         group = process_group
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -270,6 +270,14 @@ class World:
 
 SMALL_MESSAGE = 2**18
 """Bytes that a rank sends directly to all other ranks together; beyond it gloo's ring is as fast (2 and 4 ranks)."""
+
+
+@functools.cache
+def warn_of_launcher() -> None:
+    """Warn if a launcher has started this process as one of several: it sets the environment before Python starts."""
+    if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
+        warn_once(_NO_GROUP.format(os.environ["WORLD_SIZE"]), key="no process group")
+
 
 _NO_GROUP = (
     "WORLD_SIZE is {}, but this process has no process group and computes alone, so each process would train a model of its "

@@ -159,7 +159,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' samples, from this rank's, which are passed as the loss takes them."""
         loss: Any = self._modules.get("loss")
-        bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
+        loss = self.loss if loss is None else loss
+        bare = loss if isinstance(loss, Loss) else without_ddp(loss)
         session = self._session(bare)
         try:
             call = self._call(bare, rows, named_rows)
@@ -167,7 +168,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             if session.size == 1 and (isinstance(bare, Loss) or not isinstance(error, TypeError)):
                 raise
             if session.size == 1:  # the error of the third-party loss itself
-                return self.loss(*rows, **named_rows)
+                return loss(*rows, **named_rows)
             # only this rank may lack an argument, or fail to read a setting; the others wait in the handshake
             text = f"{error}" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
             text += "" if text.endswith(("?", ".")) else "."
@@ -176,7 +177,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             report(error, session)
             raise
         if session.size == 1:
-            return self._alone(bare, call, session)
+            return self._alone(loss, bare, call, session)
         if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
         session = looking_later(session, call.inputs.rows)
@@ -236,7 +237,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
         self._observer = observer
 
-    def _alone(self, bare: Any, call: CallInputs | LossCall, session: Session) -> Any:
+    def _alone(self, loss: Any, bare: Any, call: CallInputs | LossCall, session: Session) -> Any:
         """Compute alone; a third-party loss gets its arguments unchanged."""
         observer = self._observer if self.training else None
         problem = None if isinstance(call, CallInputs) else call.refusal(session)
@@ -246,7 +247,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
             refuse(loss_name(bare), problem, world=session)
         if isinstance(call, CallInputs):
             batch = bare.agreed(call, looking_later(session, call.inputs.rows), waits=False)
-            loss: Any = self.loss
             value = bare.compute(batch) if loss is bare else loss(batch)
         else:
             value = call.mine_and_compute(session)
