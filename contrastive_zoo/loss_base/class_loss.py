@@ -16,7 +16,7 @@ from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Size, Smoothing, field
-from contrastive_zoo.loss_base.state import Stateful
+from contrastive_zoo.loss_base.state import Averages
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule
 from contrastive_zoo.ranks.world import World
@@ -129,7 +129,7 @@ class ClassSoftmax(ClassLoss):
     reduction: Reduction = "mean"
 
 
-class ShardableClassLoss(ClassSoftmax, Stateful):
+class ShardableClassLoss(ClassSoftmax, Averages):
     """A :class:`ClassSoftmax` whose weights ranks may share out, and which may draw the classes of a step."""
 
     sub_centers: Size = 1
@@ -171,12 +171,14 @@ class ShardableClassLoss(ClassSoftmax, Stateful):
         count = self._drawn(batch.settings, pairs.num_classes)
         return pairs if count is None else pairs.drawn(count, self.step)
 
-    def result(self, batch: Batch, losses: Float[Tensor, " n"], statistics: Any = None) -> Tensor:
-        """Return the reduced losses; in training mode the state, if there is one, moves by the statistics of the call."""
+    def result(self, batch: Batch, losses: Float[Tensor, " n"], *momentum_and_sums: Any) -> Tensor:
+        """Return the reduced losses; in training mode the state, if there is one, moves."""
         if self.training and self._buffers:
-            self.record(statistics)
+            self.record(momentum_and_sums)
         return batch.reduce(losses, reduction=self.reduction)
 
     def move(self, calls: Sequence[Any]) -> None:
         if "step" in self._buffers:
             self.step.add_(1)
+        if calls[0]:
+            super().move(calls)

@@ -55,6 +55,24 @@ class Stateful(nn.Module):
         return [x for module, x in self.open_step.calls if module is self] if self.open_step else []
 
 
+class Averages(Stateful):
+    """A module with buffers that are moving averages over samples; a call records its momentum and sums of all ranks."""
+
+    def averages(self, sums: Tensor) -> dict[str, Tensor]:
+        """Return the averages of the samples of these sums, by the buffers that move towards them."""
+        raise NotImplementedError(f"{type(self).__name__} must define averages(sums).")
+
+    def moved(self, momentum: float | Tensor, sums: Tensor) -> list[Tensor]:
+        """Return what a call makes of the buffers, in the precision of its sums."""
+        averages = self.averages(sums).items()
+        return [momentum * self.get_buffer(name).to(x) + (1 - momentum) * x for name, x in averages]
+
+    def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
+        momenta, sums = zip(*calls, strict=True)
+        for name, average in self.averages(torch.stack(sums).sum(0)).items():
+            move_towards(self.get_buffer(name), average, 1 - momenta[-1])
+
+
 @contextmanager
 def one_step(*modules: nn.Module) -> Iterator[OpenStep]:
     """Context manager: all calls of these losses belong to one optimizer step, and their states move once, at its end.

@@ -1,7 +1,6 @@
 """Softmax over classes with a margin on the angle: fixed, by an embedding's norm, or with weights of hard negatives."""
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -14,7 +13,6 @@ from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.loss_base.class_loss import ShardableClassLoss
 from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Number, Positive, field
-from contrastive_zoo.loss_base.state import move_towards
 
 Angle = Annotated[float, Bounds("margins are angles 0 … π in radians", low=0, high=math.pi, constant=True)]
 
@@ -83,9 +81,8 @@ class CurricularFace(ShardableClassLoss):
         N_ij   = s_ij (t + s_ij)   if s_ij > cos(θ + m), otherwise s_ij
         t      = μ T + (1 − μ) mean_i s_{i y_i}
 
-    without gradient through t. The mean is over the embeddings of all ranks. T is the buffer ``mean_cosine``, which starts
-    at 0. In training mode each call stores t in it: it is equal on every rank. For several calls a step use
-    :func:`contrastive_zoo.one_step`. For θ > π − m, cos θ − m sin m replaces the first cos(θ + m), as in the authors' code.
+    without gradient through t. T is the buffer ``mean_cosine``, at first 0, in which each call in training mode stores t.
+    For several calls use :func:`contrastive_zoo.one_step`. For θ > π − m, cos θ − m sin m replaces the first cos(θ + m).
 
     Args:
         num_classes: the number of classes, C.
@@ -128,16 +125,15 @@ class CurricularFace(ShardableClassLoss):
         settings, pairs = batch.settings, self.pairs(batch)
         cosines, momentum = pairs.target_similarities(), settings.momentum
         total = batch.sum(cosines.sum(dtype=sum_dtype(cosines)), gradient="complete")
-        t = (momentum * self.mean_cosine.to(total) + (1 - momentum) * total / batch.total).to(cosines)
+        sums = torch.stack([total, torch.full_like(total, batch.total)])
+        (t,) = self.moved(momentum, sums)
         margin = torch.as_tensor(settings.margin, dtype=cosines.dtype)
-        harder = _cosine_of_sum(cosines, margin), t
+        harder = _cosine_of_sum(cosines, margin), t.to(cosines)
         losses = pairs.cross_entropies(settings.scale, lambda s: _with_margin(s, margin), harder=harder)
-        return self.result(batch, losses, (momentum, total, batch.total))
+        return self.result(batch, losses, momentum, sums)
 
-    def move(self, calls: Sequence[tuple[float | Tensor, Tensor, int]]) -> None:
-        super().move(calls)
-        momenta, totals, counts = zip(*calls, strict=True)
-        move_towards(self.mean_cosine, torch.stack(totals).sum() / sum(counts), 1 - momenta[-1])
+    def averages(self, sums: Tensor) -> dict[str, Tensor]:
+        return {"mean_cosine": sums[0] / sums[1]}
 
 
 class MagFace(ShardableClassLoss):
@@ -167,9 +163,6 @@ class MagFace(ShardableClassLoss):
         shard_over: the ranks that share the classes; None keeps all weights on each.
         sample_rate: the share of classes that training compares with.
         check_finite: refuse NaN and infinite embeddings.
-
-    Raises:
-        ValueError: high_norm that is not above low_norm.
 
     Examples:
         >>> loss = MagFace(2, 2, low_norm=1.0, high_norm=2.0, low_margin=torch.pi / 3, scale=2.0, norm_weight=1.0)
@@ -261,9 +254,7 @@ class AdaFace(ShardableClassLoss):
         norms = vector_norm(batch.prepared(batch.first.detach(), normalize=False), dim=1).clamp(_EPS, _LARGEST_NORM)
         wide = norms.to(sum_dtype(norms))
         sums = batch.sum(torch.stack([torch.ones_like(wide), wide, wide.square()]).sum(1), gradient="complete")
-        states, momentum = (self.mean_norm, self.std_norm), settings.momentum
-        of_batch = zip(states, _mean_and_deviation(sums), strict=True)
-        mean, deviation = ((momentum * x.to(now) + (1 - momentum) * now).to(norms) for x, now in of_batch)
+        mean, deviation = (x.to(norms) for x in self.moved(settings.momentum, sums))
         quality = (settings.concentration * (norms - mean) / (deviation + _EPS)).clamp(-1, 1)
         shift = settings.margin * quality
 
@@ -272,22 +263,13 @@ class AdaFace(ShardableClassLoss):
             return angle.clamp(_EPS, math.pi - _EPS).cos() - shift - settings.margin
 
         losses = pairs.cross_entropies(settings.scale, adapted)
-        return self.result(batch, losses, (momentum, sums))
+        return self.result(batch, losses, settings.momentum, sums)
 
-    def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
-        super().move(calls)
-        momenta, sums = zip(*calls, strict=True)
-        for state, now in zip(
-            (self.mean_norm, self.std_norm), _mean_and_deviation(torch.stack(sums).sum(0)), strict=True
-        ):
-            move_towards(state, now, 1 - momenta[-1])
+    def averages(self, sums: Tensor) -> dict[str, Tensor]:
+        count, total, squares = sums
+        mean = total / count
+        variance = (squares - total * mean) / (count - 1).clamp(min=1)
+        return {"mean_norm": mean, "std_norm": variance.clamp(min=0).sqrt()}
 
 
 _EPS, _LARGEST_NORM = 1e-3, 100.0  # of the authors' code
-
-
-def _mean_and_deviation(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (over N − 1) of numbers whose count, sum and sum of squares these are."""
-    count, total, squares = sums
-    mean = total / count
-    return mean, ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0).sqrt()

@@ -28,7 +28,7 @@ from contrastive_zoo.loss_base.settings import (
     field,
 )
 from contrastive_zoo.loss_base.shapes import candidates_problem
-from contrastive_zoo.loss_base.state import Stateful, move_towards
+from contrastive_zoo.loss_base.state import Averages
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import ValueRule, described, safe_index
 
@@ -70,7 +70,7 @@ class NegativeCosine(Loss, engine="statistics"):
 _ITERATIONS = Bounds("0 <= iterations <= 10000", low=0, high=10_000, whole=True)
 
 
-class DINO(Loss, Stateful, engine="statistics"):
+class DINO(Loss, Averages, engine="statistics"):
     r"""Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
@@ -159,11 +159,8 @@ class DINO(Loss, Stateful, engine="statistics"):
                 self.record((settings.centre_momentum, total))
         return -matmul(expected.view(g.shape), predicted.mT)
 
-    def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
-        momenta, totals = zip(*calls, strict=True)
-        total = torch.stack(totals).sum(0)
-        mean = (total[:-1] / total[-1]).where(total[-1] > 0, self.centre.to(total))
-        move_towards(self.centre, mean, 1 - momenta[-1])
+    def averages(self, sums: Tensor) -> dict[str, Tensor]:
+        return {"centre": (sums[:-1] / sums[-1]).where(sums[-1] > 0, self.centre.to(sums))}
 
     def _outputs_problem(self, student: Tensor, teacher: Tensor) -> str | None:
         if student.ndim != teacher.ndim or student.shape[-1] != teacher.shape[-1]:
@@ -196,8 +193,6 @@ class IBOT(DINO):
 
     - student, teacher: [m, k], image after image, as ``outputs[mask]``; the teacher's have no gradient.
     - counts: [n] integers, how many each image has: ``mask.flatten(1).sum(1)``. They add up to m.
-
-    m and n may differ between ranks.
 
     Args:
         out_dim: k.
