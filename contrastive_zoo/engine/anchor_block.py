@@ -1,8 +1,10 @@
 """Blocks of local anchors: what a row-wise loss sees of the global batch, and the sweep over all of them."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,6 +97,12 @@ class BlockLoss:
     ) -> None:
         self.function, self.settings = function, settings
         self.terms, self.columns, self.module = terms, columns, module
+
+    @classmethod
+    def of(cls, function: Callable[..., tuple[Tensor, Tensor]], settings: SimpleNamespace, **more: Any) -> "BlockLoss":
+        """Return the loss with those settings of a step that the function takes, unless others are given."""
+        taken = inspect.signature(function).parameters.keys() & vars(settings).keys() - more.keys()
+        return cls(function, **{name: getattr(settings, name) for name in sorted(taken)}, **more)
 
     @property
     def learnable(self) -> dict[str, Tensor]:

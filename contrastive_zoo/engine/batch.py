@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.plan import ALONE, Plan
-from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, sum_dtype, unit_rows, without_autocast
+from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, matmul, sum_dtype, unit_rows, without_autocast
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.session import Session
@@ -155,12 +155,16 @@ class Batch:
         if isinstance(self.world, Session):
             self.world.findings.labels = labels
 
-    def gather_with_gradient(
-        self, rows: Tensor, gradient: Gradient = "complete", shards: Shards | None = None
-    ) -> Tensor:
-        """Return the embeddings of all ranks, from which all compute the same, or (``"partial"``) each computes its part."""
-        of_rows = self.samples if shards is None else shards
-        return all_gather(rows, gradient=gradient, shards=of_rows, process_group=self.world)
+    def gather_with_gradient(self, rows: Tensor) -> Tensor:
+        """Return the embeddings of all ranks, from which every rank computes the same: each gets the gradient of its own."""
+        return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)
+
+    def products(self, *names: str, normalize: bool) -> Float[Tensor, "n M"]:
+        """Return dot products of the local embeddings of the first name and all ranks' embeddings of the others."""
+        first, *others = (self.prepared(self.rows[name], normalize=normalize) for name in names)
+        shards = (self.shards[name] for name in names[1:])
+        gathered = [all_gather(x, shards=of, process_group=self.world) for x, of in zip(others, shards, strict=True)]
+        return matmul(first, torch.cat(gathered).T)
 
     def sum(self, x: Tensor, *, gradient: Gradient) -> Tensor:
         """Return the sum of ``x`` over ranks: ``"complete"`` if all of them compute the same from it, else ``"partial"``."""
@@ -235,6 +239,11 @@ class Candidates:
     batch: Batch
     names: Sequence[str]
     normalize: bool
+
+    @property
+    def shards(self) -> Shards:
+        """The split over ranks of embeddings [n, d] of these names."""
+        return functools.reduce(Shards.plus, (self.batch.shards[name] for name in self.names))
 
     def gathered(self) -> Tensor | None:
         """Return those of all ranks if losses of a sum share them."""

@@ -6,13 +6,21 @@ depend on values are not counted, such as those of a sweep that runs again becau
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
 from contrastive_zoo.engine.plan import Plan, Situation
 from contrastive_zoo.engine.tiling import BLOCK_BYTES, TILE_BYTES, block_height, budget
 from contrastive_zoo.ranks.randomness import state_bytes
 from contrastive_zoo.ranks.world import HEADER_BYTES
+
+
+@runtime_checkable
+class Entry(Protocol):
+    """A function of an engine as a loss calls it."""
+
+    def note(self, to: Ledger) -> None:
+        """Add what it costs a rank."""
 
 
 class Pairs(NamedTuple):
@@ -212,17 +220,17 @@ class Tokens(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Dot products of local embeddings and those of all ranks, held as a matrix."""
+    """Dot products of local embeddings, of the first name, and those of all ranks, held as a matrix."""
 
-    anchors: Names
-    candidates: Names
+    names: Names
 
     def note(self, to: Ledger) -> None:
-        of = to.prepare(self.anchors, self.candidates)
-        to.to_all("gather of candidates", of.largest * of.row)
-        to.give_back("gradients of candidates", of, of.row, backward=True)
-        to.flop += 6 * of.width * of.pairs
-        to.hold(to.arrived(of, of.wide) + of.pairs * of.wide, backward=of.both + of.pairs * of.wide)
+        for name in self.names[1:]:
+            of = to.prepare(self.names[:1], [name])
+            to.to_all("gather of candidates", of.largest * of.row)
+            to.give_back("gradients of candidates", of, of.row, backward=True)
+            to.flop += 6 * of.width * of.pairs
+            to.hold(to.arrived(of, of.wide) + of.pairs * of.wide, backward=of.both + of.pairs * of.wide)
 
 
 class Slices(NamedTuple):
@@ -327,7 +335,7 @@ class Member(NamedTuple):
 
     member: int | None  # among the members of a sum; None of a loss with the outer one's plan
     names: Mapping[str, str]
-    entries: "Sequence[Entry]"
+    entries: Sequence[Entry]
     width: int | None = None  # features of the embeddings' prefix
 
     def note(self, to: Ledger) -> None:
@@ -341,22 +349,6 @@ class Member(NamedTuple):
             entry.note(to)
         to.rows, to.names, to.prefix, to.plan = outer
 
-
-Entry: TypeAlias = (
-    Pairs
-    | Signs
-    | Blocks
-    | Summed
-    | Shared
-    | Gathered
-    | Tokens
-    | Products
-    | Slices
-    | Classes
-    | Local
-    | UserCode
-    | Member
-)
 
 _KEYS = 5  # tensors of random numbers, one for each class, while they are computed
 _MATRICES = 8  # as large as a block's similarities, of most losses

@@ -59,9 +59,10 @@ def reduce_rows(
     """
     world, shards = batch.world, batch.samples.times(times) if shards is None else shards
     of_batch = anchors if candidates is None else candidates
+    where = candidate_shards or (candidates.shards if isinstance(candidates, Candidates) else shards)
     anchors = anchors.local if isinstance(anchors, Candidates) else anchors
     candidates = candidates.local if isinstance(candidates, Candidates) else candidates
-    where, is_one_tower, splits = candidate_shards or shards, candidates is None, batch.plan.work == "own anchors"
+    is_one_tower, splits = candidates is None, batch.plan.work == "own anchors"
     watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and splits else None
     all_ids = batch.gather_detached(ids if candidate_ids is None else candidate_ids, where)
     if is_one_tower and times == 1 and not companions:  # which say what positives are
@@ -91,6 +92,25 @@ def reduce_rows(
             own_candidates=gathered(own_candidates, shards),
             companions=[(gathered(x, shards), gathered(y, where)) for x, y in companions], reduction=reduction,
         )  # fmt: skip
+
+
+def reduce_towers(
+    batch: Batch,
+    loss: BlockLoss,
+    towers: tuple[Tensor | Candidates, Tensor | Candidates],
+    companions: Sequence[tuple[Tensor, Tensor]] = (),
+    *,
+    symmetric: bool = True,
+    reduction: Reduction,
+) -> Float[Tensor, "..."]:
+    """Return a loss of paired embeddings, of the first tower among the second's; if symmetric, the mean of both ways."""
+    (x, y), ids = towers, batch.indices()
+    how: Any = {"candidate_ids": ids, "reduction": reduction}
+    value = reduce_rows(batch, loss, x, ids, candidates=y, companions=companions, **how)
+    if not symmetric:
+        return value
+    back = reduce_rows(batch, loss, y, ids, candidates=x, companions=[(v, u) for u, v in companions], **how)
+    return (value + back) / 2
 
 
 def blocks_of(loss: BlockLoss, anchors: Names, candidates: Names | Stored = (), **how: Any) -> Blocks:

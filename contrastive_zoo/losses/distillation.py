@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry
+from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.masked import masked_log_sum_exp
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_towers
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Temperature
 from contrastive_zoo.loss_base.shapes import candidates_problem
@@ -66,28 +66,15 @@ class ClipDistillation(Loss, engine="rows"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         of_teacher = stated.inputs.rows["teacher_images"].shape[1]
         how: Any = {"companions": [of_teacher * stated.wide], "matmuls": 3 + of_teacher / max(1, stated.width)}
-        how |= {"parameters": stated.learnt(*_LEARNT)}
-        directions = [("images", "texts"), ("texts", "images")][: 1 + self.symmetric]
-        return [Blocks([x], [y], reduction=self.reduction, **how) for x, y in directions]
+        directions, loss = [("images", "texts"), ("texts", "images")], BlockLoss.of(_distilled, stated.settings)
+        return [blocks_of(loss, [x], [y], reduction=self.reduction, **how) for x, y in directions[: 1 + self.symmetric]]
 
     def compute(self, batch: Batch) -> Tensor:
         _, _, *teachers = batch.rows.values()
         x, y = (batch.candidates(name, normalize=self.normalize) for name in ("images", "texts"))
         u, v = (batch.prepared(rows.detach(), normalize=self.normalize) for rows in teachers)
-        settings = {name: getattr(batch.settings, name) for name in _LEARNT}
-        pairs, loss = batch.indices(), BlockLoss(_distilled, **settings)
-        directions = [(x, y, (u, v)), (y, x, (v, u))][: 1 + self.symmetric]
-        losses = [
-            reduce_rows(
-                batch, loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teacher],
-                reduction=self.reduction,
-            )
-            for anchors, candidates, teacher in directions
-        ]  # fmt: skip
-        return torch.stack(losses).mean(0)
-
-
-_LEARNT = ("temperature", "teacher_temperature", "weight")
+        loss = BlockLoss.of(_distilled, batch.settings)
+        return reduce_towers(batch, loss, (x, y), [(u, v)], symmetric=self.symmetric, reduction=self.reduction)
 
 
 def _distilled(

@@ -6,11 +6,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry
+from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.masked import masked_log_sum_exp
-from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import at_least_float32
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
@@ -49,8 +48,7 @@ class BalSCL(AnchorLoss, ClassLoss, engine="rows"):
     temperature: Temperature = 0.1
 
     def block_loss(self, batch: Batch) -> BlockLoss:
-        settings = {"weights": self.weights, "temperature": batch.settings.temperature}
-        return BlockLoss(_balanced, columns=len(self.weights), **settings)
+        return BlockLoss.of(_balanced, batch.settings, columns=len(self.weights))
 
 
 def _balanced(block: AnchorBlock, weights: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,9 +90,6 @@ class PaCo(Loss, engine="rows"):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings, keys and logits.
 
-    Raises:
-        ValueError: labels that are no classes, keys without labels.
-
     Examples:
         >>> PaCo(temperature=1.0, alpha=1.0)(torch.eye(2), torch.arange(2), torch.eye(2))   # log(e + 1 + 1) − 1
         tensor(0.5514)
@@ -102,6 +97,8 @@ class PaCo(Loss, engine="rows"):
     Source: Cui et al. 2021, eq. 4, https://arxiv.org/abs/2107.12028; GPaCo: Cui et al. 2022,
     https://arxiv.org/abs/2209.12400
     """
+
+    compares = ("embeddings",), ("embeddings", "keys")
 
     temperature: Temperature = 0.2
     alpha: NonNegative = 0.05
@@ -125,33 +122,25 @@ class PaCo(Loss, engine="rows"):
         rows = {"embeddings": embeddings, "labels": labels, "logits": logits[..., None]}
         return Inputs({**rows, "keys": keys, "key_labels": key_labels}, problem, [values])
 
-    def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings", "keys"))
-
     def entries(self, stated: CallInputs) -> list[Entry]:
-        anchors, candidates, learnt = *stated.needs[1:3], stated.learnt("temperature", "alpha")
-        return [Blocks(anchors, candidates, parameters=learnt, reduction=self.reduction)]
+        return [blocks_of(BlockLoss.of(_paco, stated.settings), *self.compares, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
-        rows, settings, shards = batch.rows, batch.settings, batch.samples.plus(batch.shards["keys"])
-        candidates, n = batch.candidates("embeddings", "keys", normalize=True), len(batch.first)
+        rows, candidates = batch.rows, batch.candidates("embeddings", "keys", normalize=True)
         ids = torch.cat([rows["labels"], rows["key_labels"]]).long()
-        loss = BlockLoss(_parametric, **{x: getattr(settings, x) for x in ("temperature", "alpha", "label_smoothing")})
+        copies = candidates.shards.start + torch.arange(len(batch.first), device=ids.device)
+        z, logits = candidates.local[: len(copies)], rows["logits"][..., 0]
         return reduce_rows(
-            batch, loss, torch.cat([candidates.local[:n], rows["logits"][..., 0].to(candidates.local)], 1), ids[:n],
-            candidates=candidates, candidate_ids=ids, candidate_shards=shards, reduction=self.reduction,
-            own_candidates=shards.start + torch.arange(n, device=ids.device),
+            batch, BlockLoss.of(_paco, batch.settings), torch.cat([z, logits.to(z)], 1), ids[: len(copies)],
+            candidates=candidates, candidate_ids=ids, own_candidates=copies, reduction=self.reduction,
         )  # fmt: skip
 
 
-def _parametric(
-    block: AnchorBlock, temperature: Tensor, alpha: Tensor, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def _paco(block: AnchorBlock, temperature: Tensor, alpha: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
     z, centers = block.anchors.tensor_split([block.candidates.shape[1]], 1)
     logits = z @ block.candidates.T / temperature
-    others = masked_log_sum_exp(logits, block.positive | block.negative)
+    total = torch.logaddexp(centers.logsumexp(1), masked_log_sum_exp(logits, block.positive | block.negative))
     target = centers.gather(1, safe_index(block.ids, centers.shape[1])[:, None])[:, 0]
     target = target + label_smoothing * (centers.mean(1) - target)
     positives, count = logits.where(block.positive, 0).sum(1), block.positive.sum(1, dtype=logits.dtype)
-    losses = torch.logaddexp(centers.logsumexp(1), others) - (target + alpha * positives) / (1 + alpha * count)
-    return losses, torch.ones_like(block.ids, dtype=torch.bool)
+    return total - (target + alpha * positives) / (1 + alpha * count), torch.ones_like(block.ids, dtype=torch.bool)

@@ -1,6 +1,6 @@
 """Late interaction: MaxSim scores, with InfoNCE as ColBERT, or against the hardest document as ColPali."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -14,7 +14,6 @@ from contrastive_zoo.engine.cost import Entry, Products, Tokens
 from contrastive_zoo.engine.masked import shared_max, tie_width
 from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
@@ -48,8 +47,10 @@ class LateInteractionLoss(Loss, engine="tokens"):
         }  # fmt: skip
         arguments = {name: x for name in MASKS if (x := rows[name]) is not None}
         read = read_lengths(arguments, {name: rows[MASKS[name]] for name in arguments})
-        if problem := _lengths_problem(read):
-            return Inputs({}, problem)
+        for name, of_sets in read.items():
+            if empty := ", ".join([str(row) for row, length in enumerate(of_sets) if length == 0][:5]):
+                rule = f"{name} have one valid token or more each, got none in row {empty}"
+                return Inputs({}, f"{rule}. Drop the row, or correct its mask.")
         packed = {name: packed_tokens(x, rows[MASKS[name]], sum(read[name])) for name, x in arguments.items()}
         lengths = {name: result for name, (_, result) in packed.items()}
         tokens = {f"tokens of {name}": result for name, (result, _) in packed.items()}
@@ -85,16 +86,6 @@ _TOP_K = Bounds("top_k is an integer, 1 or more", low=1, whole=True)
 
 
 _CONSTANT = Bounds(low=0, constant=True)
-
-
-def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
-    for name, of_sets in lengths.items():
-        if empty := [str(row) for row, length in enumerate(of_sets) if length == 0]:
-            return (
-                f"{name} have one valid token or more each, got none in row {', '.join(empty[:5])}. Drop the row, or "
-                "correct its mask."
-            )
-    return None
 
 
 class MaxSim(LateInteractionLoss):
@@ -140,9 +131,8 @@ class MaxSim(LateInteractionLoss):
 
     def settings_problem(self) -> str | None:
         both = self.top_k is not None and self.token_reduction == "mean"
-        return super().settings_problem() or (
-            "top_k has a mean of its own. Leave token_reduction out." if both else None
-        )
+        problem = "top_k has a mean of its own. Leave token_reduction out." if both else None
+        return super().settings_problem() or problem
 
     def ring_problem(self) -> str | None:
         return None if self.top_k is None else "the k best of all documents' tokens are selected at once"
@@ -253,44 +243,32 @@ class M3(LateInteractionLoss):
         negative_mask: Bool[Tensor, "m c"] | Int[Tensor, "m c"] | None = None,
     ) -> Inputs:
         tokens = LateInteractionLoss.inputs(queries, documents, query_mask, document_mask, negatives, negative_mask)
-        of_all = {
-            "query_embeddings": query_embeddings, "document_embeddings": document_embeddings,
-            "query_weights": query_weights, "document_weights": document_weights,
-        }  # fmt: skip
+        embeddings = {"query_embeddings": query_embeddings, "document_embeddings": document_embeddings}
+        weights = {"query_weights": query_weights, "document_weights": document_weights}
         further = {"negative_embeddings": negative_embeddings, "negative_weights": negative_weights}
         passed = [name for name, x in {"negatives": negatives, **further}.items() if x is not None]
         if len(passed) in (1, 2):
             words = "negatives, negative_embeddings and negative_weights"
             return replace(tokens, problem=f"{words} belong together: pass all or none, got {', '.join(passed)}.")
-        return Inputs.of(
-            {**tokens.rows, **of_all, **further}, tokens.problem, compared=tokens.compared, host=tokens.host
-        )
+        return replace(tokens, rows=Inputs.of({**tokens.rows, **embeddings, **weights, **further}).rows)
 
     def ring_problem(self) -> str:
         return "the softmax of the sum of its scores is the target of each"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        products = [Products([x], [y]) for x, *others in _dot_products(stated.inputs.rows) for y in others]
-        return [*super().entries(stated), *products]
+        return [*super().entries(stated), *map(Products, _dot_products(stated.inputs.rows))]
 
     def compute(self, batch: Batch) -> Tensor:
-        settings, multiple = batch.settings, self.scores(batch)[0]
-        products = []
-        for query, *others in _dot_products(batch.rows):
-            unit = self.normalize and query == "query_embeddings"
-            x, *local = (batch.prepared(batch.rows[name], normalize=unit) for name in (query, *others))
-            shards = (batch.shards[name] for name in others)
-            gathered = [batch.gather_with_gradient(y, "partial", of) for y, of in zip(local, shards, strict=True)]
-            products.append(matmul(x, torch.cat(gathered).T))
-        scores = batch.scale(settings.temperature) * torch.stack([*products, multiple])
-        combined = _sum_of(scores, settings.lexical_weight)
-        log_shares = torch.cat([scores, combined[None]]).log_softmax(2)
-        of_pairs = -log_shares[:, :, batch.samples.local].diagonal(dim1=1, dim2=2)
-        distilled = -(log_shares[3].detach().exp() * log_shares[:3]).sum(2)
-        contrastive = (_sum_of(of_pairs[:3], settings.lexical_loss_weight) + of_pairs[3]) / 4
-        self_taught = _sum_of(distilled, settings.lexical_loss_weight) / 3
-        losses = (1 - settings.distillation) * contrastive + settings.distillation * self_taught
-        return batch.reduce(losses, reduction=self.reduction)
+        settings, (multiple, _, is_own) = batch.settings, self.scores(batch)
+        embeddings, weights = _dot_products(batch.rows)
+        dense = batch.products(*embeddings, normalize=self.normalize)
+        products = torch.stack([dense, batch.products(*weights, normalize=False), multiple])
+        scores = batch.scale(settings.temperature) * products
+        log_shares, shares_of_sum = scores.log_softmax(2), _sum_of(scores, settings.lexical_weight).log_softmax(1)
+        one_hot = (1 - settings.distillation) / 4 * is_own.to(scores)
+        targets = one_hot + settings.distillation / 3 * shares_of_sum.detach().exp()
+        of_scores = _sum_of(targets * log_shares, settings.lexical_loss_weight)
+        return batch.reduce(-(of_scores + one_hot * shares_of_sum).sum(1), reduction=self.reduction)
 
 
 def _sum_of(three: Float[Tensor, "k ..."], lexical: float) -> Float[Tensor, "..."]:
@@ -298,7 +276,6 @@ def _sum_of(three: Float[Tensor, "k ..."], lexical: float) -> Float[Tensor, "...
     return dense + lexical * sparse + multiple
 
 
-def _dot_products(rows: Mapping[str, Tensor]) -> list[list[str]]:
+def _dot_products(names: Iterable[str]) -> list[list[str]]:
     """Return the names of embeddings and of weights: of queries, documents and, if there are some, negatives."""
-    of = "query", "document", "negative"
-    return [[name for x in of if (name := f"{x}_{kind}") in rows] for kind in ("embeddings", "weights")]
+    return [[name for name in names if name.endswith(kind)] for kind in ("_embeddings", "_weights")]

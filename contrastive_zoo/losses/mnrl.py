@@ -164,12 +164,8 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
             return batch.reduce(losses.to(pairs.rows[0].dtype), reduction=self.reduction)
 
         compared = {*directions} if self.mask_doc_to_doc else {*directions} - {"doc_to_doc"}
-        settings = batch.settings
-        loss = BlockLoss(
-            _pair_losses, temperature=settings.temperature, directions=directions, compared=compared,
-            margin=(settings.false_negative_margin, self.margin_strategy), partition_mode=self.partition_mode,
-            hardness_mode=self.hardness_mode, hardness_strength=settings.hardness_strength,
-        )  # fmt: skip
+        margin = batch.settings.false_negative_margin, self.margin_strategy
+        loss = BlockLoss.of(_pair_losses, batch.settings, directions=directions, compared=compared, margin=margin)
         queries, documents = batch.rows["queries"], batch.rows["documents"]
         arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
         return reduce_pairs(

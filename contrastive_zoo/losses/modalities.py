@@ -1,18 +1,18 @@
 """Several modalities of a sample, aligned by the volume that their embeddings span."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.batch import Batch, Candidates
-from contrastive_zoo.engine.cost import Blocks, Entry
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.precision import unit_rows
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
-from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, smooths
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_towers
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.settings import Reduction, Smoothing, Temperature
@@ -27,9 +27,8 @@ class GRAM(ViewLoss, engine="rows"):
         V_ij = √ det G_ij
         loss = ½ · cross_entropy(−V / t, arange(N))  +  ½ · cross_entropy(−Vᵀ / t, arange(N))
 
-    No matrix of N × N matrices is held: V_ij is the volume of sample j's modalities, times the distance of a_i from their
-    span, of which Gram and Schmidt's basis is computed once. A volume that rounding does not tell from 0, up to 1e-3 in
-    float32, is 0 and has no gradient. Equal to the authors' code with ``label_smoothing=0.1``.
+    A volume that rounding does not tell from 0, up to 1e-3 in float32, is 0 and has no gradient. Equal to the authors' code
+    with ``label_smoothing=0.1``.
 
     Args:
         temperature: t > 0; a tensor or module is learnable.
@@ -52,31 +51,25 @@ class GRAM(ViewLoss, engine="rows"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         (anchors, other, *_), others = stated.inputs.rows, len(stated.inputs.rows) - 1
-        how: Any = {"parameters": stated.learnt("temperature"), "reduction": self.reduction}
-        to_bases = Blocks([anchors], [other], width=others * stated.width, **how)
-        return [to_bases, Blocks([other], [anchors], matmuls=3 * others, **how)]
+        entry = partial(blocks_of, BlockLoss.of(_volume_losses, stated.settings), reduction=self.reduction)
+        return [entry([anchors], [other], width=others * stated.width), entry([other], [anchors], matmuls=3 * others)]
 
     def compute(self, batch: Batch) -> Tensor:
-        anchors, *others = batch.rows
-        a, ids = batch.candidates(anchors, normalize=True), batch.indices()
-        bases = _scaled_bases([batch.prepared(batch.rows[name], normalize=True) for name in others])
-        settings = batch.settings
-
-        def direction(x: Tensor | Candidates, y: Tensor | Candidates) -> Tensor:
-            loss = BlockLoss(
-                _volume_losses, temperature=settings.temperature, label_smoothing=settings.label_smoothing,
-                of_bases=x is bases,
-            )  # fmt: skip
-            return reduce_rows(batch, loss, x, ids, candidates=y, candidate_ids=ids, reduction=self.reduction)
-
-        return (direction(a, bases) + direction(bases, a)) / 2
+        name, *others = batch.rows
+        anchors = batch.candidates(name, normalize=True)
+        bases = _scaled_bases([batch.prepared(batch.rows[x], normalize=True) for x in others])
+        loss = BlockLoss.of(_volume_losses, batch.settings)
+        return reduce_towers(batch, loss, (anchors, bases), reduction=self.reduction)
 
 
 _ROUNDING_UNITS = 16  # what rounding may leave of a difference of equal numbers near 1
 
 
 def _scaled_bases(modalities: Sequence[Float[Tensor, "n d"]]) -> Float[Tensor, "n e"]:
-    """Return an orthogonal basis of the span of each sample's embeddings; each of its vectors is as long as their volume."""
+    """Return Gram and Schmidt's basis of each sample's modalities, with vectors as long as their volume.
+
+    The volume with an anchor is theirs, times the anchor's distance from their span: no N × N matrices are held.
+    """
     basis: list[Tensor] = []
     volume = torch.ones_like(modalities[0][:, :1])
     for x in modalities:
@@ -89,20 +82,17 @@ def _scaled_bases(modalities: Sequence[Float[Tensor, "n d"]]) -> Float[Tensor, "
     return torch.cat([volume * vector for vector in basis], 1)
 
 
-def _volume_losses(
-    block: AnchorBlock, temperature: Tensor, label_smoothing: float, of_bases: bool
-) -> tuple[Tensor, Tensor]:
-    volumes = _volumes(block.candidates, block.anchors).T if of_bases else _volumes(block.anchors, block.candidates)
-    logits = -volumes / temperature
+def _volume_losses(block: AnchorBlock, temperature: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    logits = -_volumes(block.anchors, block.candidates) / temperature
     partner = logits.where(block.positive, 0).sum(1)
     losses = cross_entropy(partner, masked_log_sum_exp(logits, block.negative))
-    if smooths(label_smoothing):
-        losses = losses + label_smoothing * (partner - logits.mean(1))
-    return losses, block.positive.any(1)
+    return losses + label_smoothing * (partner - logits.mean(1)), block.positive.any(1)
 
 
 def _volumes(x: Float[Tensor, "n d"], bases: Float[Tensor, "m e"]) -> Float[Tensor, "n m"]:
-    """Return √(|x|² v² − Σ_l (x·b_l)²), b_l being the vectors of a basis, of length v."""
+    """Return √(|x|² v² − Σ_l (x·b_l)²), b_l being the vectors of a basis, of length v; bases may come first."""
+    if x.shape[1] > bases.shape[1]:  # a basis of one vector is that vector: either may be first
+        return _volumes(bases, x).T
     vectors = bases.split(x.shape[1], 1)
     largest = x.square().sum(1)[:, None] * vectors[0].square().sum(1)
     squares = largest - torch.stack([(x @ vector.T).square() for vector in vectors]).sum(0)

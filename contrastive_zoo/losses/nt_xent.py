@@ -155,11 +155,8 @@ class HCL(TwoViewLoss, engine="rows"):
         return [Blocks([*stated.inputs.rows], parameters=learnt, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
-        settings, z = batch.settings, batch.candidates(*batch.rows, normalize=True)
-        loss = BlockLoss(
-            _estimated_negatives_loss, temperature=settings.temperature, tau_plus=settings.tau_plus, beta=settings.beta,
-            log_negatives=math.log(max(1, 2 * batch.total - 2)),
-        )  # fmt: skip
+        z, log_negatives = batch.candidates(*batch.rows, normalize=True), math.log(max(1, 2 * batch.total - 2))
+        loss = BlockLoss.of(_estimated_negatives_loss, batch.settings, log_negatives=log_negatives)
         return reduce_rows(batch, loss, z, batch.indices(times=2), times=2, reduction=self.reduction)
 
 

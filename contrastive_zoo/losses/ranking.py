@@ -10,7 +10,6 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, distances
-from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import at_least_float32, sum_dtype
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
@@ -149,6 +148,8 @@ class RankNContrast(Loss, engine="rows"):
     Source: Zha et al. 2023, eq. 2, https://arxiv.org/abs/2210.01189
     """
 
+    compares = ("embeddings",), ("embeddings",)
+
     temperature: Temperature = 2.0
     metric: Metric = "distance"
     normalize: bool = False
@@ -157,9 +158,6 @@ class RankNContrast(Loss, engine="rows"):
     def inputs(self, embeddings: Float[Tensor, "n d"], labels: Shaped[Tensor, " n"] | Shaped[Tensor, "n k"]) -> Inputs:
         # one number in the last dimension: no prefix of features cuts labels
         return Inputs({"embeddings": embeddings, "labels": labels.detach()[..., None]})
-
-    def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         learnt = stated.learnt("temperature")

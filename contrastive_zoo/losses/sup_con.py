@@ -3,9 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Local, Pairs, Summed
+from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs, Summed
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import LabelledPairs
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
+from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, blocks_of, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
 from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs, Loss
@@ -71,6 +70,8 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
     https://github.com/WolodjaZ/MultiSupContrast
     """
 
+    compares = ("embeddings",), ("embeddings",)
+
     temperature: Temperature = 0.1
     variant: Literal["out", "in"] = "out"
     min_jaccard: Threshold = 0.0
@@ -89,10 +90,13 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             return Inputs.of(rows, problem)
         if problem is None and self.variant == "in":
             problem = "variant='in' takes one label of each sample, [n]: pass variant='out' for labels [n, C]."
-        return Inputs.of(rows, problem, values=[range_rule(labels, 0, 1, partial(_other_labels, len(labels)))])
+        fix = BATCH_IN_BATCH if len(labels) == 1 else "Pass class numbers as [n]."
+        rule = "labels [n, C] are 1 for each label of a sample and else 0"
+        values = range_rule(labels, 0, 1, lambda *ends: f"{rule}, got {ends[0]} … {ends[1]}. {fix}")
+        return Inputs.of(rows, problem, values=[values])
 
     def needs(self, inputs: Inputs) -> Needs:
-        needs = super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
+        needs = super().needs(inputs)
         by_rows = needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel=_BY_ROWS)
         return by_rows if self._by_rows(inputs.rows) else needs
 
@@ -107,12 +111,9 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             self_sums = Local(names, bytes=stated.width * stated.wide)
             sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, by_class=True)]
             return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
-        rows = stated.inputs.rows
-        companions = (
-            [8] if "mask" in rows else [x.shape[1] for x in (rows.get("labels"),) if x is not None and x.ndim == 2]
-        )
-        how: Any = {"parameters": stated.learnt("temperature", "base_temperature"), "reduction": self.reduction}
-        return [Blocks(names, companions=companions, **how)]
+        rows, loss = stated.inputs.rows, BlockLoss.of(_block_losses, stated.settings)
+        companions = [8] if "mask" in rows else [*rows["labels"].shape[1:]] if "labels" in rows else []
+        return [blocks_of(loss, names, companions=companions, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
         mask = batch.rows.get("mask")
@@ -130,9 +131,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
         return f"a ring {_BY_ROWS}" if self.variant == "in" else super().ring_problem()
 
     def block_loss(self, batch: Batch) -> BlockLoss:
-        names = ("temperature", "variant", "base_temperature", "min_jaccard")
-        settings = {name: getattr(batch.settings, name) for name in names}
-        return BlockLoss(_block_losses, **settings)
+        return BlockLoss.of(_block_losses, batch.settings)
 
 
 _BY_ROWS = "computes SupCon with variant='out' and one label of each sample, without a mask"
@@ -149,7 +148,9 @@ def _block_losses(
     positive, candidates, weights = block.positive, block.positive | block.negative, None
     for mask, samples in block.companions:
         if samples.ndim == 2:  # labels of anchors and candidates
-            weights = _jaccard(mask.to(logits.dtype), samples.to(logits.dtype))
+            x, y = mask.to(logits.dtype), samples.to(logits.dtype)
+            shared = x @ y.T
+            weights = shared / (x.sum(1)[:, None] + y.sum(1) - shared).clamp(min=1)  # 0 for samples without any label
             positive = (weights >= min_jaccard) & (weights > 0) & candidates
         else:
             positive = mask.index_select(1, samples) & candidates
@@ -167,12 +168,6 @@ def _block_losses(
         mean = (weights * logits).sum(1) / total.where(count > 0, 1)
         losses = total / divisor * _losses(others, mean, count)
     return _rescaled(losses, temperature, base_temperature), count > 0
-
-
-def _jaccard(x: Float[Tensor, "c C"], y: Float[Tensor, "N C"]) -> Float[Tensor, "c N"]:
-    """Return the number of labels that two samples share, divided by those that either has; 0 for samples without any."""
-    shared = x @ y.T
-    return shared / (x.sum(1)[:, None] + y.sum(1) - shared).clamp(min=1)
 
 
 def _losses(others: Tensor, mean: Tensor, count: Tensor) -> Tensor:
@@ -197,11 +192,6 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
     return NO_LABELS if mask is None and labels is None else None
 
 
-def _other_labels(count: int, least: int, most: int) -> str:
-    fix = BATCH_IN_BATCH if count == 1 else "Pass class numbers as [n]."
-    return f"labels [n, C] are 1 for each label of a sample and else 0, got {least} … {most}. {fix}"
-
-
 class HMLC(Loss, engine="softmax", has_kernel=True):
     r"""Compute the hierarchical multi-label contrastive loss: the weighted mean of SupCon over the levels of a hierarchy.
 
@@ -222,9 +212,6 @@ class HMLC(Loss, engine="softmax", has_kernel=True):
             authors' code: the first by still finer labels, and then in rank order. False compares all, as in the paper.
         check_finite: refuse NaN and infinite embeddings.
 
-    Raises:
-        ValueError: other numbers of weights and of levels.
-
     Examples:
         >>> z, labels = torch.eye(3)[[0, 0, 1]], torch.tensor([[0, 0], [0, 0], [0, 1]])
         >>> HMLC(temperature=1.0, level_weights=[0.0, 1.0])(z, labels)   # (log(e + 1) − 1) / 2
@@ -244,9 +231,6 @@ class HMLC(Loss, engine="softmax", has_kernel=True):
         if labels.shape[1] != levels:
             problem = f"labels are [n, {levels}], with level_weights={self.level_weights}, got {described(labels)}."
         return Inputs({"embeddings": embeddings, "labels": labels}, problem)
-
-    def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         """Return what it costs at most: how many samples a coarser level compares depends on the labels."""

@@ -10,12 +10,11 @@ from torch.linalg import vector_norm
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry, Pairs, Summed
 from contrastive_zoo.engine.pairwise import distances
-from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs
+from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction
 
 
@@ -42,12 +41,11 @@ class AlignUniform(TwoViewLoss, engine="softmax"):
     Source: Wang & Isola 2020, §4.1, https://arxiv.org/abs/2005.10242
     """
 
+    compares = ("view 0",), ("view 0",)
+
     alpha: Annotated[float, Bounds(low=1)] = 2.0
     t: Positive = 2.0
     uniformity: Number = 1.0
-
-    def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(anchors=("view 0",), candidates=("view 0",))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         t, totals = stated.settings.t, Summed(2 * stated.wide)
