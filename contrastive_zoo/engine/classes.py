@@ -50,21 +50,6 @@ class ClassPairs:
         Of several centres of a class the most similar counts, or with a softness γ their mean by ``softmax(s / γ)``.
         ``harder`` are limits and t, without gradient: of another class, s (t + s) replaces an s above the embedding's limit.
         """
-        (target, *others), negatives = self._sums_and_negatives(scale, softness, harder)
-        positive = scale * target_function(target)
-        losses = -F.logsigmoid(positive - negatives)
-        if others:
-            mean = (positive + scale * others[0]) / self.num_classes
-            losses = losses + self.label_smoothing * (positive - mean)
-        return losses
-
-    def _sums_and_negatives(
-        self, scale: float | Tensor, softness: float | Tensor | None, harder: tuple[Tensor, Tensor] | None
-    ) -> tuple[list[Float[Tensor, " n"]], Float[Tensor, " n"]]:
-        """Return ``s[i, y_i]``, if smoothed also Σ_{j ≠ y_i} s[i, j], and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``.
-
-        s are the local embeddings' similarities.
-        """
         smoothed = smooths(self.label_smoothing)
 
         def on_block(rows: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
@@ -86,7 +71,12 @@ class ClassPairs:
         if not is_whole:
             sums = batch.sum(sums, gradient="partial")[batch.samples.local]
             negatives = batch.log_sum_exp(negatives, gradient="partial")[batch.samples.local]
-        return [*sums.unbind(1)], negatives
+        positive = scale * target_function(sums[:, 0])
+        losses = -F.logsigmoid(positive - negatives)
+        if smoothed:
+            mean = (positive + scale * sums[:, 1]) / self.num_classes
+            losses = losses + self.label_smoothing * (positive - mean)
+        return losses
 
     @cached_property
     def _compared(self) -> tuple[Float[Tensor, "m d"], Int[Tensor, " m"]]:
@@ -144,9 +134,7 @@ class ClassPairs:
         others = [columns, *of_columns, *(x.to(z) if isinstance(x, Tensor) else z.new_full((), x) for x in numbers)]
         centers = rows[0].shape[1:-1].numel() * columns.shape[1:-1].numel()  # of a class
         height = block_rows(4 * len(columns) * centers, z.dtype)  # a block makes several matrices
-        if self.batch.plan.is_plain or len(rows[0]) <= height:
-            return on_block(*rows, *others)
-        return by_blocks(on_block, height, rows, others)
+        return by_blocks(on_block, len(rows[0]) if self.batch.plan.is_plain else height, rows, others)
 
     def drawn(self, count: int, step: Int[Tensor, ""]) -> "ClassPairs":
         """Return those to so many classes: these of all ranks' embeddings, even if they are more, and others at random.

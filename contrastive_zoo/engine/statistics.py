@@ -1,7 +1,6 @@
 """Statistics of the embeddings of all ranks: moments, spectra, balanced assignments, potentials."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,18 +46,12 @@ def balanced_assignment(
 
 def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
     """Return Σ_i cos(t_j x_i) and Σ_i sin(t_j x_i), some points at a time; the backward pass computes them again."""
-    count = _points_at_once(x)
-    sums = _wave_sums(t, x) if len(t) <= count else by_blocks(_wave_sums, count, [t], [x])
-    return sums.transpose(0, 1)
 
+    def sums(t: Tensor, x: Tensor) -> Tensor:
+        angles = t[:, None, None] * x
+        return torch.stack([angles.cos().sum(1), angles.sin().sum(1)], 1)
 
-def _wave_sums(t: Tensor, x: Tensor) -> Tensor:
-    angles = t[:, None, None] * x
-    return torch.stack([angles.cos().sum(1), angles.sin().sum(1)], 1)
-
-
-def _points_at_once(x: Tensor) -> int:
-    return max(1, tile_bytes(x) // max(1, x.nbytes))
+    return by_blocks(sums, max(1, tile_bytes(x) // max(1, x.nbytes)), [t], [x]).transpose(0, 1)
 
 
 def sliced_distance(
@@ -70,27 +63,17 @@ def sliced_distance(
     """
     world, unit = batch.world, F.normalize(directions.to(z), dim=0).T
     local, views = unit[world.rank :: world.size], all_gather(z, shards=batch.samples, process_group=world).unbind(1)
-    row_bytes = _SORTED_MATRICES * len(views) * len(views[0]) * z.element_size()
-    height = max(1, tile_bytes(z) // row_bytes)
-    errors = partial(_sorted_errors, expected, [first_of_equals(x.detach()) for x in views])
-    of_all = errors(local, *views) if len(local) <= height else by_blocks(errors, height, [local], views)
-    return batch.sum(of_all.sum(), gradient="complete") / (len(unit) * len(views))
+    first = [first_of_equals(x.detach()) for x in views]
 
+    @without_autocast
+    def errors(directions: Tensor, *views: Tensor) -> Tensor:
+        goal, projected = expected(directions), [matmul(directions, x.T) for x in views]
+        equal = (with_equal_columns(x, y) for x, y in zip(projected, first, strict=True))
+        return torch.stack([(x.sort(dim=1, stable=True).values - goal).square().mean(1) for x in equal]).sum(0)
 
-_SORTED_MATRICES = 6  # as large as a view's projections: sorted ones, their indices, expected ones, differences
-
-
-@without_autocast
-def _sorted_errors(
-    expected: Callable[[Tensor], Tensor],
-    first: Sequence[Tensor | None],
-    directions: Float[Tensor, "h d"],
-    *views: Float[Tensor, "N d"],
-) -> Float[Tensor, " h"]:
-    """Return the sum over views; ``first`` are the :func:`first_of_equals` of each."""
-    goal, projected = expected(directions), [matmul(directions, x.T) for x in views]
-    ordered = (with_equal_columns(x, y).sort(dim=1, stable=True).values for x, y in zip(projected, first, strict=True))
-    return torch.stack([(x - goal).square().mean(1) for x in ordered]).sum(0)
+    matrices = 6 * len(views)  # of the projections' size: sorted ones, their indices, expected ones, differences
+    height = max(1, tile_bytes(z) // (matrices * batch.total * z.element_size()))
+    return batch.sum(by_blocks(errors, height, [local], views).sum(), gradient="complete") / (len(unit) * len(views))
 
 
 def log_potentials(batch: Batch, views: Sequence[Candidates], scale: float | Tensor) -> Float[Tensor, " v"]:

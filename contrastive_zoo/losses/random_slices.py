@@ -35,6 +35,16 @@ class _Sliced(Loss, Stateful, engine="statistics"):
     def __post_init__(self) -> None:
         self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
+    def compute(self, batch: Batch) -> Tensor:
+        z = torch.stack([batch.prepared(x, normalize=False) for x in batch.rows.values()], 1)
+        loss = self.of_views(batch, z)
+        if self.training:
+            self.record(None)
+        return loss
+
+    def of_views(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
+        return self.spread(batch, z)
+
     def spread(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         """Return the mean over views of how far prepared embeddings are from a distribution."""
         raise NotImplementedError(f"{type(self).__name__} must define spread(batch, z).")
@@ -69,14 +79,10 @@ class _Views(_Sliced):
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [*super().entries(stated), *self.reduced()]
 
-    def compute(self, batch: Batch) -> Tensor:
+    def of_views(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         share = batch.settings.lambda_
-        z = torch.stack([batch.prepared(x, normalize=False) for x in batch.rows.values()], 1)
         distances = (z - z[:, : batch.settings.global_views].mean(1, keepdim=True)).square().mean((1, 2))
-        loss = share * self.spread(batch, z) + (1 - share) * batch.reduce(distances)
-        if self.training:
-            self.record(None)
-        return loss
+        return share * self.spread(batch, z) + (1 - share) * batch.reduce(distances)
 
 
 def _drawn(step: Tensor, *shape: int) -> Tensor:
@@ -130,13 +136,6 @@ class SIGReg(_Sliced):
         waves = Summed(2 * self.num_points * slices * len(names) * stated.wide)
         return [waves, Local(names, 4 * slices * stated.width, 5 * slices * stated.wide), Local(bytes=2 * TILE_BYTES)]
 
-    def compute(self, batch: Batch) -> Tensor:
-        z = batch.prepared(batch.first, normalize=False)
-        loss = self.spread(batch, z[:, None])
-        if self.training:
-            self.record(None)
-        return loss
-
     def spread(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         # views share a message
         unit = F.normalize(self.directions().to(z), dim=0)
@@ -187,9 +186,8 @@ class VISReg(_Views):
 
     W_v² is the mean over directions of the squared difference of the sorted projections of (z_v − μ_v) / (σ_v + ε) from the
     quantiles of the normal distribution at i / (N + 1). There σ has no gradient. A constant feature has no gradient by σ.
-    Directions change as those of :class:`SIGReg` do. Each rank projects the embeddings of all ranks on its part of them.
-
-    Equal to lightly's VISRegLoss on one process. On several, that has each rank's own statistics and directions.
+    Directions change as those of :class:`SIGReg` do. Equal to lightly's VISRegLoss on one process. On several, that has each
+    rank's own statistics and directions.
 
     Args:
         embedding_size: the width of embeddings, d.
@@ -250,10 +248,8 @@ class RDMReg(_Sliced):
         loss = λ mean_{i,k} (a_ik − b_ik)²  +  ρ/2 Σ_{z∈{a,b}} W²(z, y)
 
     W² is the mean over directions and samples of the squared difference of the sorted projections of z and of y. Smaller μ
-    make embeddings sparser. ``loss(z, z)`` is ρ W²(z, y).
-
-    Directions and targets change as the directions of :class:`SIGReg` do, and are the same for both views; the authors draw
-    other targets for each view. Each rank projects the embeddings of all ranks on its part of the directions.
+    make embeddings sparser. ``loss(z, z)`` is ρ W²(z, y). Directions and targets change as the directions of :class:`SIGReg`
+    do, and are the same for both views; the authors draw other targets for each view.
 
     Args:
         embedding_size: the width of embeddings, d.
@@ -286,19 +282,14 @@ class RDMReg(_Sliced):
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [stated.held(3), Slices([*stated.inputs.rows], self.num_slices, targets=True), *self.reduced()]
 
-    def compute(self, batch: Batch) -> Tensor:
+    def of_views(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         settings = batch.settings
-        z = torch.stack([batch.prepared(x, normalize=False) for x in batch.rows.values()], 1)
         drawn = _drawn(self.step, self.num_slices + batch.total, self.embedding_size)
         directions, normal = drawn[: self.num_slices].T, drawn[self.num_slices :].to(z)
         targets = (settings.shift + settings.scale * _generalized(normal, float(settings.p))).relu()
         loss = settings.invariance * batch.reduce((z[:, 0] - z[:, 1]).square().mean(1))
-        loss = loss + settings.regularization * sliced_distance(
-            batch, z, directions, lambda directions: (directions @ targets.T).sort(1).values
-        )
-        if self.training:
-            self.record(None)
-        return loss
+        spread = sliced_distance(batch, z, directions, lambda directions: (directions @ targets.T).sort(1).values)
+        return loss + settings.regularization * spread
 
 
 def _generalized(normal: Tensor, p: float) -> Tensor:
