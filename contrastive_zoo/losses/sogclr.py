@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs, Shared
-from contrastive_zoo.engine.pairs import TowerPairs, ViewPairs
+from contrastive_zoo.engine.pairs import sums_over_other_samples
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.softmax_arithmetic import log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Reduction, Size, Temperature, field
 from contrastive_zoo.loss_base.state import Stateful
@@ -104,14 +102,19 @@ class SogCLR(Loss, Stateful, engine="softmax"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         views, compared = [["view 0"], ["view 1"]], super().entries(stated)
         if self.temperature_range is not None:
-            pairs = [Pairs(x, y, 1.0, False, False, False) for x in views for y in views if x != y or not self.bimodal]
+            others = views[::-1] if self.bimodal else [["view 0", "view 1"]] * 2
+            pairs = [Pairs(x, y, 1.0, False, False, False) for x, y in zip(views, others, strict=True)]
             compared = [Shared(len(self.log_u) * self.temperatures.itemsize, views[0]), *pairs, *self.reduced()]
         stored = [Gathered(views[0], len(self.log_u) * stated.wide)] if self.training else []
         return [Gathered(["ids"], 8), Local(bytes=self.log_u.nbytes), *compared, *stored]
 
     def compute(self, batch: Batch) -> Tensor:
         ids = batch.gather_detached(safe_index(batch.rows["ids"].long(), self.num_samples))
-        t, sums, positive = self._sums(batch, ids)
+        t = batch.settings.temperature
+        if self.temperature_range is not None:
+            self.temperatures.data.clamp_(*self.temperature_range)
+            t = batch.shared(self.temperatures.view(len(self.log_u), -1)[:, ids])[:, batch.samples.local]
+        t, sums, positive = sums_over_other_samples(batch, t, self.normalize, two_towers=self.bimodal)
         log_g = sums - math.log(max(1, batch.total - 1)) - (positive if self.bimodal else math.log(2))
         log_g = log_g.masked_fill(log_g == -torch.inf, 0)
         with torch.no_grad():
@@ -124,30 +127,6 @@ class SogCLR(Loss, Stateful, engine="softmax"):
         if self.training and batch.total > 1:
             self.record((ids, batch.gather_detached(of_samples.T), gamma))
         return batch.reduce(losses.mean(0), has_negatives, reduction=self.reduction)
-
-    def _sums(self, batch: Batch, ids: Int[Tensor, " N"]) -> tuple[float | Tensor, Tensor, Tensor]:
-        """Return t, the log-sum-exps over negatives, and the logits of positives: of both views, [2, n], or to broadcast."""
-        if self.temperature_range is None and self.bimodal:
-            towers = TowerPairs(batch, batch.settings.temperature, self.normalize)
-            *sums, positive = (x for x in towers.sums(symmetric=True) if x is not None)
-            return 1 / towers.scale, torch.stack(sums), positive
-        if self.temperature_range is None:
-            views = ViewPairs(batch, batch.settings.temperature, self.normalize)
-            others, positives = views.sums()
-            return 1 / views.scale, others.view(2, -1), positives.view(2, -1)
-        self.temperatures.data.clamp_(*self.temperature_range)
-        a, b = (batch.prepared(batch.rows[name], normalize=self.normalize) for name in ("view 0", "view 1"))
-        t = batch.shared(self.temperatures.view(-1, self.num_samples)[:, ids])[:, batch.samples.local].to(a.dtype)
-
-        def over(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
-            rows = {"anchors": x / t[:, None], "candidates": y}
-            pairs = replace(batch, rows=rows, shards=dict.fromkeys(rows, batch.samples))
-            return TowerPairs(pairs, 1.0, False).sums()[0]
-
-        sums = [torch.stack([over(a, b, t[0]), over(b, a, t[-1])])]
-        if not self.bimodal:
-            sums.append(torch.stack([over(a, a, t[0]), over(b, b, t[-1])]))
-        return t, log_sum_exp(torch.stack(sums), 0), (a * b).sum(1) / t
 
     def move(self, calls: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         ids, log_g = (torch.cat(x) for x in list(zip(*calls, strict=True))[:2])
