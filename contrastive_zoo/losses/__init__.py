@@ -16,14 +16,13 @@ from contrastive_zoo.losses.class_softmax import (
 from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
 from contrastive_zoo.losses.distillation import ClipDistillation, MarginMSE, ScoreDistillation
-from contrastive_zoo.losses.image_text import CyclicConsistency, InfoLOOB
-from contrastive_zoo.losses.info_nce import Clip, InfoNCE
+from contrastive_zoo.losses.info_nce import Clip, InfoLOOB, InfoNCE
 from contrastive_zoo.losses.long_tails import BalSCL, PaCo
 from contrastive_zoo.losses.max_sim import M3, MaxSim, MaxSimPairwise
 from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.modalities import GRAM
-from contrastive_zoo.losses.multi_positive import MultiPositive, NPairs
+from contrastive_zoo.losses.multi_positive import GE2E, AngularPrototypical, MultiPositive, NPairs
 from contrastive_zoo.losses.nnclr import NNCLR
 from contrastive_zoo.losses.nt_xent import DCL, HCL, NTXent
 from contrastive_zoo.losses.pair_margins import (
@@ -35,13 +34,12 @@ from contrastive_zoo.losses.pair_margins import (
 )
 from contrastive_zoo.losses.random_slices import LeJEPA, RDMReg, SIGReg, VISReg
 from contrastive_zoo.losses.ranking import FastAP, RankNContrast, SmoothAP
-from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VICReg
+from contrastive_zoo.losses.redundancy import BarlowTwins, CyclicConsistency, TiCo, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, IBOT, MSN, NegativeCosine, SwAV
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.sogclr import SogCLR
 from contrastive_zoo.losses.sparse import FLOPS
-from contrastive_zoo.losses.speakers import GE2E, AngularPrototypical
 from contrastive_zoo.losses.sup_con import HMLC, NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.losses.triplet import Angular, MegaBatchMargin, Triplet
 from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalRegularization

@@ -1,4 +1,4 @@
-"""Softmax over two towers: InfoNCE, CLIP and MIL-NCE."""
+"""Softmax over two towers: InfoNCE, CLIP, and CLOOB's, which leaves the positive out of its sum."""
 
 from collections.abc import Mapping
 
@@ -90,12 +90,8 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
         columnwise = {keys: self.symmetric} if self.in_batch_negatives else {}
         columnwise |= {name: False for name in negatives if stated.inputs.rows[name].ndim == 2}
         pairs = (Pairs([queries], [name], scale, self.normalize, both) for name, both in columnwise.items())
-        return [
-            *entries,
-            *pairs,
-            *_sums(self.label_smoothing, len(columnwise) + self.symmetric, stated),
-            *self.reduced(),
-        ]
+        sums = _sums(self.label_smoothing, len(columnwise) + self.symmetric, stated)
+        return [*entries, *pairs, *sums, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
@@ -152,3 +148,41 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     def compute(self, batch: Batch) -> Tensor:
         pairs, settings = TowerPairs(batch, batch.settings.temperature, self.normalize), batch.settings
         return pairs.cross_entropy(self.reduction, symmetric=True, label_smoothing=settings.label_smoothing)
+
+
+class InfoLOOB(ImageTextLoss, engine="softmax", has_kernel=True):
+    r"""Compute the leave-one-out bound: :class:`Clip` whose softmax leaves the positive out of its sum.
+
+    Called as ``loss(images, texts)``, [n, d] each.
+    With x, y the unit embeddings of all ranks and S = x yᵀ / t,
+
+        loss = mean_i [ ½ log Σ_{j≠i} exp(S_ij)  +  ½ log Σ_{j≠i} exp(S_ji)  −  S_ii ]
+
+    It keeps its gradient where a positive already has the largest similarity, and is 0 for a single pair. CLOOB adds up
+    both directions, multiplies by t, and takes embeddings that a Hopfield network has retrieved. :class:`DCL` is the same
+    for two views.
+
+    Args:
+        temperature: t > 0; 1/30 is CLOOB's. A tensor or module is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
+        check_finite: refuse NaN and infinite embeddings.
+
+    Examples:
+        >>> InfoLOOB(temperature=1.0)(torch.eye(2), torch.eye(2))   # 0 − 1
+        tensor(-1.)
+
+    Source: Fürst et al. 2022, eq. 5, https://arxiv.org/abs/2110.11316
+    """
+
+    temperature: Temperature = 1 / 30
+
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return False
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
+        over_texts, over_images, positive = pairs.sums(symmetric=True)
+        assert over_images is not None
+        losses = ((over_texts + over_images) / 2 - positive).to(pairs.rows[0].dtype)
+        return batch.reduce(losses, losses.new_full(losses.shape, batch.total > 1), reduction=self.reduction)

@@ -1,7 +1,5 @@
 """Moments and spectra of features: views agree, and features vary, do not repeat each other, and fill all directions."""
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -10,9 +8,9 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.statistics import centered, off_diagonal, second_moments
 from contrastive_zoo.loss_base.families import TwoViewLoss
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Momentum, NonNegative, Number, Positive, Size, field
-from contrastive_zoo.loss_base.state import Stateful, move_towards
+from contrastive_zoo.loss_base.state import Averages
 from contrastive_zoo.ranks.row_checks import described
 
 
@@ -106,7 +104,47 @@ class VICReg(TwoViewLoss, engine="statistics"):
         return settings.variance / 2 * of_variances + settings.covariance * off_diagonal(cov).square().sum() / len(cov)
 
 
-class TiCo(TwoViewLoss, Stateful, engine="statistics"):
+class CyclicConsistency(Loss, engine="statistics"):
+    r"""Compute CyCLIP's two penalties: similarities of images and texts should be symmetric, and equal within both.
+
+    Called as ``loss(images, texts)``, [n, d] each.
+    With x, y the unit embeddings of all ranks,
+
+        loss = λ/N Σ_ij (x_i·y_j − x_j·y_i)²  +  μ/N Σ_ij (x_i·x_j − y_i·y_j)²
+
+    It takes sums of products of features, and no N × N matrix. CyCLIP is ``WeightedSum([Clip(), CyclicConsistency()])``.
+
+    Args:
+        cross_modal: λ ≥ 0.
+        in_modal: μ ≥ 0.
+        check_finite: refuse NaN and infinite embeddings.
+
+    Examples:
+        >>> x = torch.eye(2)
+        >>> CyclicConsistency(cross_modal=1.0, in_modal=0.0)(x, x.flip(0) * torch.tensor([1.0, -1.0]))   # (2² + 2²) / 2
+        tensor(4.)
+
+    Source: Goel et al. 2022, eqs. 2-3, https://arxiv.org/abs/2205.14459
+    """
+
+    cross_modal: NonNegative = 0.25
+    in_modal: NonNegative = 0.25
+
+    def inputs(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Inputs:
+        return Inputs({"images": images, "texts": texts})
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(3), *[entry for _ in range(3) for entry in stated.products()]]
+
+    def compute(self, batch: Batch) -> Tensor:
+        x, y = (batch.prepared(of, normalize=True) for of in batch.rows.values())
+        xx, yy, xy = (second_moments(batch, *pair) for pair in ((x, x), (y, y), (x, y)))
+        cross_modal = 2 * ((xx * yy).sum() - (xy * xy.T).sum())
+        in_modal = xx.square().sum() + yy.square().sum() - 2 * xy.square().sum()
+        return (batch.settings.cross_modal * cross_modal + batch.settings.in_modal * in_modal) / batch.total
+
+
+class TiCo(TwoViewLoss, Averages, engine="statistics"):
     r"""Compute transformation invariance and covariance contrast.
 
     Called as ``loss(view1, view2)``, [n, d] each; the second is usually a momentum encoder's.
@@ -155,14 +193,13 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
     def compute(self, batch: Batch) -> Tensor:
         beta = batch.settings.beta
         a, b = (batch.prepared(x, normalize=True) for x in batch.rows.values())
-        moments = second_moments(batch, a, a) / batch.total
-        contrast = beta * self.covariance.to(moments) + (1 - beta) * moments.detach()
-        loss = batch.reduce(1 - (a * b).sum(1)) + batch.settings.rho * (moments * contrast).sum()
+        total = second_moments(batch, a, a)
+        sums = torch.cat([total.detach().flatten(), total.new_full((1,), batch.total)])
+        (contrast,) = self.moved(beta, sums)
+        loss = batch.reduce(1 - (a * b).sum(1)) + batch.settings.rho * (total / batch.total * contrast).sum()
         if self.training:
-            self.record((beta, moments.detach(), batch.total))
+            self.record((beta, sums))
         return loss
 
-    def move(self, calls: Sequence[tuple[float | Tensor, Tensor, int]]) -> None:
-        betas, moments, counts = zip(*calls, strict=True)
-        mean = torch.stack([count / sum(counts) * x for x, count in zip(moments, counts, strict=True)]).sum(0)
-        move_towards(self.covariance, mean, 1 - betas[-1])
+    def averages(self, sums: Tensor) -> dict[str, Tensor]:
+        return {"covariance": (sums[:-1] / sums[-1]).view_as(self.covariance)}
