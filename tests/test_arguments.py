@@ -24,7 +24,7 @@ from tests.test_roles import Prototypes, Relations, Views
 D = 4
 
 
-def of_rank(n: int = 5, seed: int = 0, rank: int | None = None) -> Tensor:
+def z(n: int = 5, seed: int = 0, rank: int | None = None) -> Tensor:
     return numbers(n, D, seed=seed + (dist.get_rank() if rank is None else rank))
 
 
@@ -33,9 +33,7 @@ def of_all(n: int = 5) -> Tensor:
 
 
 def total(z: Tensor, *others: Any) -> Tensor:
-    return z.square().sum() + sum(
-        x.to(torch.complex128).abs().sum() for x in tree_leaves(others) if isinstance(x, Tensor)
-    )
+    return z.square().sum() + sum(x.cdouble().abs().sum() for x in tree_leaves(others) if isinstance(x, Tensor))
 
 
 def with_other(z: Any, other: Any, more: Any = None) -> Tensor:
@@ -44,10 +42,6 @@ def with_other(z: Any, other: Any, more: Any = None) -> Tensor:
 
 def called(*arguments: Any, loss: Any = with_other, **options: Any) -> Any:
     return cz.DistributedLoss(loss, **options)(*arguments)
-
-
-def remembered(*arguments: Any, **named: Any) -> Any:
-    return cz.DistributedLoss(losses.CrossBatchMemory(losses.ContrastiveLoss(), D))(*arguments, **named)
 
 
 def first(x: Any, other: Any) -> Any:
@@ -101,9 +95,9 @@ WITHOUT_SAMPLES: list[Callable[[], Tensor]] = [
 
 def test_a_shared_tensor_of_all_ranks_is_that_of_one_process(worlds: Worlds) -> None:
     def job() -> list[float]:
-        return [called(of_rank(), make(), Y, shared={"other"}).real.item() for make in WITHOUT_SAMPLES]
+        return [called(z(), make(), Y, shared={"other"}).real.item() for make in WITHOUT_SAMPLES]
 
-    rows = torch.cat([of_rank(rank=0), of_rank(rank=1)])
+    rows = torch.cat([z(rank=0), z(rank=1)])
     expected = [with_other(rows, make(), torch.cat([Y, Y])).real.item() for make in WITHOUT_SAMPLES]
     assert worlds.run(2, job) == [pytest.approx(expected)] * 2
 
@@ -113,7 +107,7 @@ def warned(calls: list[Any], **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for make in calls:
-            loss(of_rank(), make())
+            loss(z(), make())
     return [str(x.message) for x in found]
 
 
@@ -140,9 +134,9 @@ def test_equal_labels_warn_once_at_the_second_call_in_a_row(worlds: Worlds) -> N
 def test_ranks_of_one_model_are_left_out_by_their_group(worlds: Worlds) -> None:
     def job() -> float:
         with groups([0, 2], [1, 3]) as of_data:
-            return called(of_rank(rank=dist.get_rank() // 2), torch.arange(5), process_group=of_data).item()
+            return called(z(rank=dist.get_rank() // 2), torch.arange(5), process_group=of_data).item()
 
-    expected = with_other(torch.cat([of_rank(rank=0), of_rank(rank=1)]), torch.arange(5).repeat(2)).item()
+    expected = with_other(torch.cat([z(rank=0), z(rank=1)]), torch.arange(5).repeat(2)).item()
     assert worlds.run(4, job) == [pytest.approx(expected)] * 4
 
 
@@ -150,19 +144,19 @@ def equal_values() -> None:
     """Also code, devices and modules."""
     others: list[Any] = [nn.Linear(2, 2), torch.device("cpu"), Output, lambda x: x]
     for value in (*(make(1) for make in VALUES), *others):
-        called(of_rank(), value)
+        called(z(), value)
 
 
 def lists_of_views() -> None:
     """Of one number of samples, of some crops a sample, of pools; an empty shard; several arguments are no list, and a
     pool may be as large on every rank beside uneven rows."""
     n = first(0, 3)
-    called([of_rank(n), of_rank(n, seed=9)], torch.arange(n))
-    called([of_rank(2 * n), of_rank(8 * n, seed=9)], torch.arange(n))
-    called([of_rank(5), of_rank(5, seed=9)], of_rank(6, seed=20))
-    called([of_rank(4), of_rank(2)], torch.arange(3), batch_dim={"z": 0, "other": 0})
-    called(of_rank(5), of_rank(3, seed=9), loss=lambda *rows: with_other(*rows))
-    called(of_rank(n), of_rank(6, seed=40))
+    called([z(n), z(n, seed=9)], torch.arange(n))
+    called([z(2 * n), z(8 * n, seed=9)], torch.arange(n))
+    called([z(5), z(5, seed=9)], z(6, seed=20))
+    called([z(4), z(2)], torch.arange(3), batch_dim={"z": 0, "other": 0})
+    called(z(5), z(3, seed=9), loss=lambda *rows: with_other(*rows))
+    called(z(n), z(6, seed=40))
 
 
 def tokens_beside_a_mask_or_labels() -> None:
@@ -176,27 +170,27 @@ def tokens_beside_a_mask_or_labels() -> None:
 def labels_that_are_no_row_numbers() -> None:
     """Classes below the number of rows, numbers of samples, an empty shard, and whatever has its role."""
     rank, n = dist.get_rank(), first(0, 5)
-    called(of_rank(), torch.tensor([1, 2, 3, 4, 1 + rank]))
-    called(of_rank(), torch.arange(5) + 100 * rank + 6, loss=by_name)
-    called(of_rank(), torch.arange(5), torch.tensor([3, 3, 1, 0, rank]), loss=by_name, batch_dim={"pos_idx": 0})
-    called(of_rank(n), torch.tensor([1, 2, 3, 4, 1])[:n])
-    called(of_rank(8), torch.arange(8).roll(1 + rank), batch_dim={"other": 0})
-    called(of_rank(), torch.arange(5).roll(1 + rank))
-    called(of_rank(8), torch.arange(8).roll(1 + rank), loss=lambda z, labels: total(z, labels))
-    called(of_rank(), torch.tensor([0, 1, 1, 0, rank]), loss=lambda z, class_idx: total(z, class_idx))
+    called(z(), torch.tensor([1, 2, 3, 4, 1 + rank]))
+    called(z(), torch.arange(5) + 100 * rank + 6, loss=by_name)
+    called(z(), torch.arange(5), torch.tensor([3, 3, 1, 0, rank]), loss=by_name, batch_dim={"pos_idx": 0})
+    called(z(n), torch.tensor([1, 2, 3, 4, 1])[:n])
+    called(z(8), torch.arange(8).roll(1 + rank), batch_dim={"other": 0})
+    called(z(), torch.arange(5).roll(1 + rank))
+    called(z(8), torch.arange(8).roll(1 + rank), loss=lambda z, labels: total(z, labels))
+    called(z(), torch.tensor([0, 1, 1, 0, rank]), loss=lambda z, class_idx: total(z, class_idx))
 
 
 def shards_that_may_be_equal() -> None:
     """One row, rows that are all the same, none, one of two arguments, signs, and whatever a user accepts."""
     rank, labels = dist.get_rank() // 2, torch.arange(5) + dist.get_rank()
-    called(of_rank(1, rank=rank), labels[:1])
-    called(of_rank(1, rank=rank).expand(5, -1), labels)
-    called(of_rank(5 * (dist.get_rank() > 1)), labels[: 5 * (dist.get_rank() > 1)])
-    called(of_rank(), of_rank(rank=rank, seed=9))
+    called(z(1, rank=rank), labels[:1])
+    called(z(1, rank=rank).expand(5, -1), labels)
+    called(z(5 * (dist.get_rank() > 1)), labels[: 5 * (dist.get_rank() > 1)])
+    called(z(), z(rank=rank, seed=9))
     called(torch.tensor([[1.0, -1.0], [1.0, 1.0 - 2 * rank]]), labels[:2])
-    called(of_rank(rank=rank), labels, check_distinct=False)
+    called(z(rank=rank), labels, check_distinct=False)
     called(of_all(1).expand(3, -1), labels[:3])
-    cz.DistributedLoss(cz.NTXent(), check_distinct=False)(of_rank(rank=rank), of_rank(rank=rank, seed=9))
+    cz.DistributedLoss(cz.NTXent(), check_distinct=False)(z(rank=rank), z(rank=rank, seed=9))
 
 
 def test_what_is_right_is_not_refused(worlds: Worlds) -> None:
@@ -207,14 +201,14 @@ def test_what_is_right_is_not_refused(worlds: Worlds) -> None:
 
 def at_a_later_step() -> None:
     loss = cz.DistributedLoss(Prototypes())
-    for prototypes in (of_rank(seed=30), of_all()):
-        loss(of_rank(), of_rank(seed=7), prototypes)
+    for prototypes in (z(seed=30), of_all()):
+        loss(z(), z(seed=7), prototypes)
 
 
 def prototypes_of(prototypes: Tensor | None = None, *, shared: Any = ("prototypes",), **options: Any) -> Any:
     """A call with shared prototypes that are equal on every rank, or with other ones."""
     prototypes = of_all() if prototypes is None else prototypes
-    return called(of_rank(), of_rank(seed=7), prototypes, loss=Prototypes(), shared=shared, **options)
+    return called(z(), z(seed=7), prototypes, loss=Prototypes(), shared=shared, **options)
 
 
 def views_of(n: int = 3, **options: Any) -> Any:
@@ -225,116 +219,86 @@ def stacked(n: int = 2, seed: int = 0) -> Tensor:
     return numbers(n, 5, D, seed=seed + dist.get_rank())
 
 
-LIST = "is a list of … pad_sequence( … batch_dim={"
 EQUAL = "other is equal on every rank … shared={'other'}"
-STACK = "samples or 5 … batch_dim={'z': 1} … batch_dim={'z': 0}"
-NO_INDICES = "holds integers, but not one for each embedding … find them in the loss … batch_dim={'other"
-ROW_NUMBERS = "below … as row numbers do … find them in the loss … batch_dim={'"
-COPIES = (
-    "ranks 0 and 1 brought the very same embeddings … context … process_group=mesh.get_group('dp') … check_distinct"
-)
 
-OF_TWO: list[tuple[Callable[[], Any], str]] = [
-    *(
-        (lambda make=make: called(make(of_rank()), torch.arange(5) % 2), said)
-        for make, said in [
-            (Output, "got a Output. Pass tensors, such as vars(z)"),
-            (lambda z: UserDict(z=z), "got a UserDict. Pass tensors, such as dict(z)"),
-            (lambda z: (x for x in [z]), "got a generator. Pass tensors, such as list(z)"),
-            (
-                lambda z: [Output([Output({"z": z})])],
-                "z[0] must be a tensor … Output. Pass tensors, such as vars(z[0])",
-            ),
-            (lambda z: z.numpy(), "got a ndarray. Pass tensors, such as torch.as_tensor(z)"),
-        ]
+SEVERAL: dict[str, list[Callable[[], Any]]] = {
+    "disagree on other … rank 0 has": [lambda make=make: called(z(), make(dist.get_rank())) for make in VALUES],
+    EQUAL: [lambda make=make: called(z(), make(), Y) for make in WITHOUT_SAMPLES],
+    "is a list of … pad_sequence( … batch_dim={": [
+        lambda: called(z(3), [z(n, seed=10 * n) for n in (4, 2, 5)]),
+        lambda: called([*z(3)], torch.arange(3) + dist.get_rank()),
+    ],
+    "samples or 5 … batch_dim={'z': 1} … batch_dim={'z': 0}": [
+        lambda: called(stacked(), torch.arange(5)),
+        lambda: called(stacked(first(3, 2)), None),
+    ],
+    "holds integers, but not one for each embedding … find them in the loss … batch_dim={'other": [
+        lambda: called(z(), numbers(7, 2, seed=dist.get_rank()).long()),
+        lambda: called(z(), tuple(numbers(3, 7, seed=dist.get_rank()).long())),
+    ],
+    "below … as row numbers do … find them in the loss … batch_dim={'": [
+        lambda: called(z(8), torch.arange(8).roll(4) * first(1, 9)),
+        lambda: called(z(), torch.tensor([[1, -1]] * 5), loss=by_name),
+    ],
+}
+"""Words of an error, and what two ranks call."""
+
+OF_TWO: dict[str, Callable[[], Any]] = {
+    "got a Output. Pass tensors, such as vars(z)": lambda: called(Output(z()), Y),
+    "got a UserDict. Pass tensors, such as dict(z)": lambda: called(UserDict(z=z()), Y),
+    "got a generator. Pass tensors, such as list(z)": lambda: called((x for x in [z()]), Y),
+    "z[0] must be a tensor … Output … such as vars(z[0])": lambda: called([Output([Output({"z": z()})])], Y),
+    "got a ndarray. Pass tensors, such as torch.as_tensor(z)": lambda: called(z().numpy(), Y),
+    "LazyLinear has no parameters yet … bare loss once": lambda: called(z(), loss=nn.Sequential(nn.LazyLinear(3))),
+    "DistributedLoss(loss, shared={\"memory['queue']\"})": lambda: called(
+        z(), z(seed=7), {"queue": of_all(9)}, loss=Relations()
     ),
-    *(
-        (lambda make=make: called(of_rank(), make(dist.get_rank())), "disagree on other … rank 0 has")
-        for make in VALUES
+    "shared={'ref_emb'} … with its labels": lambda: called(
+        z(), Y % 2, None, of_all(7), torch.arange(7) % 2, loss=losses.TripletMarginLoss()
     ),
-    *((lambda make=make: called(of_rank(), make(), Y), EQUAL) for make in WITHOUT_SAMPLES),
-    (lambda: called(of_rank(3), [of_rank(n, seed=10 * n) for n in (4, 2, 5)]), LIST),
-    (lambda: called([*of_rank(3)], torch.arange(3) + dist.get_rank()), LIST),
-    (lambda: called(stacked(), torch.arange(5)), STACK),
-    (lambda: called(stacked(first(3, 2)), None), STACK),
-    (lambda: called(of_rank(), numbers(7, 2, seed=dist.get_rank()).long()), NO_INDICES),
-    (lambda: called(of_rank(), tuple(numbers(3, 7, seed=dist.get_rank()).long())), NO_INDICES),
-    (lambda: called(of_rank(8), torch.arange(8).roll(4) * first(1, 9)), ROW_NUMBERS),
-    (lambda: called(of_rank(), torch.tensor([[1, -1]] * 5), loss=by_name), ROW_NUMBERS),
-    (
-        lambda: called(of_rank(), loss=nn.Sequential(nn.LazyLinear(3))),
-        "LazyLinear has no parameters yet … bare loss once",
+    "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}": views_of,
+    "ranks disagree on the width of views … batch_dim={'views': 1}": lambda: views_of(first(3, 4)),
+    "the shared prototypes differs between ranks … out of shared": lambda: prototypes_of(z(seed=8)),
+    "shared other differs": lambda: called(z(), F.normalize(z(2**16)).float(), shared={"other"}),
+    "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]": lambda: (
+        prototypes_of(of_all(first(5, 6)))
     ),
-    (
-        lambda: called(of_rank(), of_rank(seed=7), {"queue": of_all(9)}, loss=Relations()),
-        "DistributedLoss(loss, shared={\"memory['queue']\"})",
+    "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]": lambda: prototypes_of(
+        of_all().requires_grad_(first(True, False))
     ),
-    (
-        lambda: called(of_rank(), Y % 2, None, of_all(7), torch.arange(7) % 2, loss=losses.TripletMarginLoss()),
-        "shared={'ref_emb'} … with its labels",
+    "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}": lambda: prototypes_of(
+        shared=first({"prototypes"}, None), check_distinct=False
     ),
-    (views_of, "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}"),
-    (lambda: views_of(first(3, 4)), "ranks disagree on the width of views … batch_dim={'views': 1}"),
-    (lambda: prototypes_of(of_rank(seed=8)), "the shared prototypes differs between ranks … out of shared"),
-    (lambda: called(of_rank(), F.normalize(of_rank(2**16)).float(), shared={"other"}), "shared other differs"),
-    (
-        lambda: prototypes_of(of_all(first(5, 6))),
-        "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]",
+    "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.": (
+        lambda: prototypes_of(shared={"prototype"})
     ),
-    (
-        lambda: prototypes_of(of_all().requires_grad_(first(True, False))),
-        "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]",
+    "ref_labels are one per row of ref_emb": lambda: called(z(), Y, None, z(), Y[:4], loss=losses.ContrastiveLoss()),
+    "ref_emb holds another view of each row": lambda: cz.DistributedLoss(losses.VICRegLoss())(z(), ref_emb=z(4)),
+    "enqueue_mask is one per row of embeddings": lambda: cz.DistributedLoss(
+        losses.CrossBatchMemory(losses.ContrastiveLoss(), D)
+    )(z(), Y, enqueue_mask=Y[:4] == 0),
+    "view2 is another view of each row": lambda: called(z(), z(4), loss=lambda view1, view2: total(view1, view2)),
+    "TripletMarginLoss: it is wrong for other references than its batch … swap=False": lambda: called(
+        z(), Y, None, z(4), Y[:4], loss=losses.TripletMarginLoss(swap=True)
     ),
-    (
-        lambda: prototypes_of(shared=first({"prototypes"}, None), check_distinct=False),
-        "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}",
+    "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]": lambda: views_of(batch_dim={"views": 3}),
+    "labels are one per row, got 3 for 2 rows": lambda: called(
+        z(2)[None], torch.arange(3), loss=lambda embeddings, labels: total(embeddings), batch_dim={"embeddings": 1}
     ),
-    (
-        lambda: prototypes_of(shared={"prototype"}),
-        "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.",
-    ),
-    (
-        lambda: called(of_rank(), Y, None, of_rank(), Y[:4], loss=losses.ContrastiveLoss()),
-        "ref_labels are one per row of ref_emb",
-    ),
-    (
-        lambda: cz.DistributedLoss(losses.VICRegLoss())(of_rank(), ref_emb=of_rank(4)),
-        "ref_emb holds another view of each row",
-    ),
-    (lambda: remembered(of_rank(), Y, enqueue_mask=Y[:4] == 0), "enqueue_mask is one per row of embeddings"),
-    (
-        lambda: called(of_rank(), of_rank(4), loss=lambda view1, view2: total(view1, view2)),
-        "view2 is another view of each row",
-    ),
-    (
-        lambda: called(of_rank(), Y, None, of_rank(4), Y[:4], loss=losses.TripletMarginLoss(swap=True)),
-        "TripletMarginLoss: it is wrong for other references than its batch … swap=False",
-    ),
-    (lambda: views_of(batch_dim={"views": 3}), "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]"),
-    (
-        lambda: called(
-            of_rank(2)[None],
-            torch.arange(3),
-            loss=lambda embeddings, labels: total(embeddings),
-            batch_dim={"embeddings": 1},
-        ),
-        "labels are one per row, got 3 for 2 rows",
-    ),
+}
+
+TWINS = "ranks 0 and 1 brought the very same embeddings … context … process_group=mesh.get_group('dp') … check_distinct"
+REFUSED: list[tuple[str, int, Callable[[], Any]]] = [
+    *((words, 2, call) for words, calls in SEVERAL.items() for call in calls),
+    *((words, 2, call) for words, call in OF_TWO.items()),
+    (EQUAL, 3, lambda: called(z(5 * (dist.get_rank() > 0)), torch.ones(7), Y[: 5 * (dist.get_rank() > 0)])),
+    (TWINS, 4, lambda: called(z(rank=dist.get_rank() // 2), Y)),
+    (TWINS, 4, lambda: called(z(rank=max(dist.get_rank(), 1)), Y)),
+    ("Prototypes: prototypes is equal on every rank", 3, at_a_later_step),
 ]
-"""What two ranks call, and words of the error."""
-
-REFUSED: list[tuple[int, Callable[[], Any], str]] = [
-    *((2, *x) for x in OF_TWO),
-    (3, lambda: called(of_rank(5 * (dist.get_rank() > 0)), torch.ones(7), Y[: 5 * (dist.get_rank() > 0)]), EQUAL),
-    (4, lambda: called(of_rank(rank=dist.get_rank() // 2), Y), COPIES),
-    (4, lambda: called(of_rank(rank=max(dist.get_rank(), 1)), Y), COPIES),
-    (3, at_a_later_step, "Prototypes: prototypes is equal on every rank"),
-]
-"""How many ranks, the call on each, and words of the error."""
+"""Words of the error, how many ranks, and the call on each."""
 
 
-@pytest.mark.parametrize(("world_size", "bad", "words"), REFUSED, ids=[words for *_, words in REFUSED])
-def test_a_meaning_that_is_not_clear_is_refused(
-    world_size: int, bad: Callable[[], Any], words: str, worlds: Worlds
-) -> None:
+@pytest.mark.parametrize(("words", "world_size", "bad"), REFUSED, ids=[words for words, *_ in REFUSED])
+def test_a_meaning_that_is_not_clear_is_refused(words: str, world_size: int, bad: Any, worlds: Worlds) -> None:
     refused(worlds, world_size, bad, words)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -242,29 +242,6 @@ def test_the_report_in_plain_types() -> None:
     world.findings = [Diagnosis("times W")]
     (found,) = json.loads(json.dumps(AuditReport("train.py", [world]).as_dict(), allow_nan=False))["worlds"]
     assert (found["findings"][0]["mistake"], found["steps"], found["ok"]) == ("times W", 3, False)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["train.py", "--lr", "0.1", "-W", "2", "4"], ["train.py", "--lr", "0.1"]),
-        (["-m", "my.training", "run", "--fast"], ["-m", "my.training", "run", "--fast"]),
-        (["-W", "3", "--", "train.py", "--steps", "100"], ["train.py", "--steps", "100"]),
-    ],
-)
-def test_the_script_gets_its_own_arguments(given, expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("typer")
-    from typer.testing import CliRunner
-
-    from contrastive_zoo.testing import cli
-    from contrastive_zoo.testing.auditing import launch
-
-    audit = Mock(return_value=AuditReport("", []))
-    monkeypatch.setattr(launch, "audit_script", audit)
-    done = CliRunner().invoke(cli.app, cli._repeat_option(["audit", *given]))
-    assert done.exit_code == 2, done.output  # nothing was compared
-    assert audit.call_args.args == (expected,)
-    assert audit.call_args.kwargs["world_sizes"] == ([2, 4] if "4" in given else [3] if "3" in given else (2,))
 
 
 OF_LIBRARIES = ("Accelerate", "Hugging Face", "Lightning", "Fabric")

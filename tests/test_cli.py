@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import contrastive_zoo
 from contrastive_zoo.testing import check, cli
+from contrastive_zoo.testing.auditing import launch
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from tests.interpreter import python
@@ -95,28 +97,48 @@ BROKEN_MODULES = {
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "code", "words"),
     [
-        (["check", "syntax:make"], "syntax.py, line 1: "),
-        (["check", "raising:make"], "importing raising raised RuntimeError: at import"),
-        (["check", "instance:make"], "is of type SoftMarginLoss; pass a function"),
-        (["check", "function:make"], "make() missing 2 required positional arguments"),
-        (["check", "nothing"], "neither module:function"),
-        (["check"], "Missing argument"),
-        (["check", "nt-xent", "--call", "pairs"], "call is one of"),
-        (["check", "nt-xnt"], "Did you mean nt-xent?"),
-        (["check", "contrastive_zoo:ArcFace"], "missing a required argument: 'num_classes'"),
-        (["check", "train.py"], "contrastive-zoo audit train.py"),
-        (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "No such file or directory"),
+        ("check syntax:make", 2, "syntax.py, line 1: "),
+        ("check raising:make", 2, "importing raising raised RuntimeError: at import"),
+        ("check instance:make", 2, "is of type SoftMarginLoss; pass a function"),
+        ("check function:make", 2, "make() missing 2 required positional arguments"),
+        ("check nothing", 2, "neither module:function"),
+        ("check", 2, "Missing argument"),
+        ("check nt-xent --call pairs", 2, "call is one of"),
+        ("check nt-xnt", 2, "Did you mean nt-xent?"),
+        ("check contrastive_zoo:ArcFace", 2, "missing a required argument: 'num_classes'"),
+        ("check train.py", 2, "contrastive-zoo audit train.py"),
+        ("check nt-xent --json /no/such/folder/report.json", 2, "No such file or directory"),
+        ("explain triplet --ring -W 8", 2, "Leave ring out"),
+        ("explain nt-xent --set temperature=-.5", 2, "got -0.5"),
+        ("explain nt-xnt", 2, "nt-xent"),
+        ("explain clip --ring -W 8 --rows 4096", 0, "ring: ring=True"),
+        ("explain arc-face --width 16", 0, "ArcFace, 1 rank × 256 samples of 16 features"),
+        ("explain pytorch_metric_learning.losses:TripletMarginLoss --call labels -W 4", 0, "TripletMarginLoss, 4"),
     ],
 )
-def test_what_cannot_be_checked_exits_with_2(arguments, words, here: Here, tmp_path: Path, monkeypatch) -> None:
+def test_a_command_answers_in_words(command: str, code: int, words: str, here: Here, tmp_path, monkeypatch) -> None:
     for module, source in BROKEN_MODULES.items():
         (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    code, _, error = here(*arguments)
-    assert code == 2
-    assert words in error
+    found, out, error = here(*command.split())
+    assert (found, words in (error if code else out)) == (code, True), out + error
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "sizes"),
+    [
+        ("train.py --lr 0.1 -W 2 4", "train.py --lr 0.1", [2, 4]),
+        ("-m my.training run --fast", "-m my.training run --fast", (2,)),
+        ("-W 3 -- train.py --steps 100", "train.py --steps 100", [3]),
+    ],
+)
+def test_an_audited_script_gets_its_own_arguments(given: str, expected: str, sizes, here: Here, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "audit_script", audit := Mock(return_value=AuditReport("", [])))
+    code, *_ = here("audit", *given.split())
+    assert (code, audit.call_args.args) == (2, (expected.split(),))  # nothing was compared
+    assert audit.call_args.kwargs["world_sizes"] == sizes
 
 
 def test_tables_fit_80_columns() -> None:
@@ -139,23 +161,3 @@ def test_a_step_is_explained_as_by_the_function(here: Here) -> None:
     x = torch.empty(4096, 768, device="meta")
     found = contrastive_zoo.explain(contrastive_zoo.NTXent(), x, x, world_size=64, device="cuda", dtype=torch.bfloat16)
     assert here("explain", "nt-xent", *options) == (0, " ".join(str(found).split()), "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["clip", "--ring", "-W", "8", "--rows", "4096"], 0, "ring: ring=True"),
-        (["arc-face", "--width", "16"], 0, "ArcFace, 1 rank × 256 samples of 16 features"),
-        (
-            ["pytorch_metric_learning.losses:TripletMarginLoss", "--call", "labels", "-W", "4"],
-            0,
-            "TripletMarginLoss, 4",
-        ),
-        (["triplet", "--ring", "-W", "8"], 2, "Leave ring out"),
-        (["nt-xent", "--set", "temperature=-.5"], 2, "got -0.5"),
-        (["nt-xnt"], 2, "nt-xent"),
-    ],
-)
-def test_other_steps(arguments: list[str], code: int, words: str, here: Here) -> None:
-    found, out, error = here("explain", *arguments)
-    assert (found, words in out + error) == (code, True), out + error

@@ -21,6 +21,7 @@ from contrastive_zoo.ranks.world import warn_of_launcher
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import assert_says, close, common_error, error_message, numbers, rank
 from tests.interpreter import python
+from tests.test_one_process import Gather, with_dist_nn, with_functional_collectives
 
 Call = Callable[[], Any]
 
@@ -51,7 +52,7 @@ class Encoder(nn.LayerNorm):
     """A user's model, the same on every rank."""
 
 
-D = cz.DistributedLoss
+D, cached = cz.DistributedLoss, partial(cz.GradCache, nn.Linear(2, 2))
 BATCH_SAMPLER = "DataLoader(dataset, batch_sampler=sampler)"
 
 CALLS: dict[str, tuple[Call, Call]] = {
@@ -116,10 +117,7 @@ def computed(name: str, rows: Tensor) -> Tensor | dict[str, Tensor]:
 CONSTRUCTED: dict[str, tuple[Call, Call]] = {
     "Did you mean process_group?": (lambda: D(cz.SupCon(), group=None), lambda: D(cz.SupCon(), process_group=None)),
     "Did you mean loss?": (lambda: D(criterion=cz.SupCon()), lambda: D(loss=cz.SupCon())),
-    "Did you mean chunk_size?": (
-        lambda: cz.GradCache(nn.Linear(2, 2), mini_batch_size=2),
-        lambda: cz.GradCache(nn.Linear(2, 2), chunk_size=2),
-    ),
+    "Did you mean chunk_size?": (lambda: cached(mini_batch_size=2), lambda: cached(chunk_size=2)),
     "Did you mean temperature?": (lambda: cz.SupCon(temp=0.1), lambda: cz.SupCon(temperature=0.1)),
     "a miner as miner=…": (lambda: D(lenient, mine), lambda: D(lenient, miner=mine)),
     "WeightedSum([loss1, loss2])": (lambda: D(cz.DCL(), cz.Clip()), lambda: D(cz.WeightedSum([cz.DCL(), cz.Clip()]))),
@@ -227,6 +225,51 @@ def test_what_trains_wrongly_warns_once_on_every_rank_and_right_use_does_not(nam
     for texts in found if name == "positives on another rank" else [*found, job()]:
         assert len(texts) == bool(says), texts
         assert_says(" ".join(texts), says)
+
+
+class HoldsALoss(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        return self.loss(view1, view2)
+
+
+def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
+    def job() -> list[str]:
+        rows, whole = z(4 + rank()), torch.cat([numbers(4, 5, seed=0), numbers(5, 5, seed=10)])
+        alone, holder = partial(D, process_group=cz.World()), HoldsALoss(cz.NTXent())
+        before, expected = [{*vars(x)} for x in holder.modules()], alone(cz.NTXent())(whole, whole)
+        for wrapped in (holder.loss, holder, lambda view1, view2: holder(view1, view2)):
+            assert warned(lambda wrapped=wrapped: close(D(wrapped)(rows, rows), expected)) == []
+        assert before == [{*vars(x)} for x in holder.modules()]
+        calls = [(cz.NTXent(), rows), (cz.NTXent(), rows), (cz.SupCon(), y(len(rows)))]
+        return warned(*(lambda loss=loss, x=x: close(loss(rows, x), alone(loss)(rows, x)) for loss, x in calls))
+
+    for (text,) in worlds.run(2, job):
+        assert_says(text, "this process's own rows only, though 2 processes run … DistributedLoss(NTXent(...))")
+
+
+GATHERS: list[tuple[Callable[[Tensor], Tensor], int]] = [
+    (with_dist_nn, 0),
+    (with_functional_collectives, 0),
+    (lambda x: cz.collectives.all_gather(x), 0),
+    (Gather.apply, 0),
+    (lambda x: Gather.apply(x.detach()), 1),
+    (lambda x: x.gather(0, torch.zeros_like(x, dtype=torch.int64)), 1),  # torch's own
+]
+"""How embeddings are gathered, and how many warnings follow."""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("gather", "count"), GATHERS)
+def test_gathered_embeddings_cause_no_warning(gather: Callable[[Tensor], Tensor], count: int, worlds: Worlds) -> None:
+    def job() -> int:
+        views = gather(z().tanh()).chunk(2)
+        return len(warned(lambda: cz.NTXent()(*views)))
+
+    assert worlds.run(2, job) == [count] * 2
 
 
 @pytest.mark.parametrize("size", ["", "1", "4"])
