@@ -56,7 +56,7 @@ search: .venv/.installed .venv/.peers-installed
 		tests/test_memory_queue.py tests/test_distributed.py tests/test_accelerator.py \
 		tests/losses/test_settings.py tests/engine/test_softmax.py \
 		tests/test_extremes.py \
-		tests/test_accelerated_ranks.py tests/test_late_messages.py \
+		tests/test_accelerated_ranks.py tests/test_late_checks.py \
 		tests/adapters/test_native.py tests/adapters/test_sentence_transformers.py tests/adapters/test_peer_losses.py
 	HYPOTHESIS_PROFILE=long ALL_DTYPES=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 	HYPOTHESIS_PROFILE=long HYPOTHESIS_EXAMPLES=200 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz.py

@@ -24,8 +24,8 @@ HALF = torch.bfloat16
 class Pairs(Dataset[dict[str, Tensor]]):
     """Two views of each sample, drawn before the training."""
 
-    def __init__(self, samples: int = SAMPLES) -> None:
-        views = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(0))
+    def __init__(self, more: int = 0) -> None:
+        views = torch.randn(SAMPLES + more, FEATURES, generator=torch.Generator().manual_seed(0))
         self.views = views, views + 0.3 * torch.randn(views.shape, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:

@@ -18,14 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.auditing.launch import (
-    environment,
-    judged,
-    local_store,
-    record_script,
-    wait_for_records,
-    without_record,
-)
+from contrastive_zoo.testing.auditing import launch
 from contrastive_zoo.testing.report import WorldReport
 from tests.digits import SAMPLES, Right, add_up, make_dataset, make_encoder, make_loader, make_loss
 from tests.interpreter import forked
@@ -335,30 +328,30 @@ def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -
     with tempfile.TemporaryDirectory() as folder:
 
         def run(names: list[str]) -> str:
-            store = local_store()
+            store = launch.local_store()
             jobs = [(folder, x, rank, len(names), store.port, module, name, steps) for rank, x in enumerate(names)]
             with forked(_rank, jobs) as ranks:
-                wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), TIMEOUT)
+                launch.wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), TIMEOUT)
                 for x, code in zip(names, [rank.exitcode for rank in ranks], strict=True):
                     if code is not None:
                         Path(folder, f"{x}.ended").write_text(str(code))
-            return without_record(Path(folder), names)
+            return launch.without_record(Path(folder), names)
 
         problem = run([f"rank{rank}" for rank in range(processes)])
-        report = judged(Path(folder), processes, run, problem)
+        report = launch.judged(Path(folder), processes, run, problem)
     report.seconds = time.monotonic() - start
     return report
 
 
 def _rank(folder: str, file: str, rank: int, world_size: int, port: int, module: str, name: str, steps: int) -> None:
-    for variable in set(os.environ) - set(variables := environment(rank, world_size, port, file.startswith("rank"))):
-        del os.environ[variable]
-    os.environ |= variables
+    variables = launch.environment(rank, world_size, port, file.startswith("rank"))
+    os.environ.clear()
+    os.environ.update(variables)
     log = os.open(Path(folder, f"{file}.log"), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    record_script(Path(folder), file, steps, (), setup(module, name))
+    launch.record_script(Path(folder), file, steps, (), setup(module, name))
 
 
 def setup(module: str, name: str) -> Callable[[], object]:

@@ -13,19 +13,24 @@ from unittest.mock import patch
 from zlib import crc32
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# shapes that the engines and the masks promise are checked at every call of the run
+# shapes that the engines and the masks promise are checked at every call of the run: before anything imports these
 install_import_hook(["contrastive_zoo.engine", "contrastive_zoo.engine.masks"], "beartype.beartype")
+gc.disable()  # while tests are collected: it would visit all imported modules, and take a sixth of the time
+
+from contrastive_zoo.engine import plan, precision
+from contrastive_zoo.testing._rank import prepared_forkserver
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import EVERY_CASE, Pools
 
 # the same examples on every machine; a search draws others each time
 common: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=3, derandomize=True, **common)
 settings.register_profile("long", max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000")), **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-
 
 IMPORTED_ON_RANKS = [f"pytorch_metric_learning.{x}" for x in ("losses", "miners", "utils.distributed")]
 """Modules besides the package's own that many ranks of `make test` use: each of its workers imports them once more."""
@@ -52,9 +57,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if of_file and of_file[1] in left_out[1].split(" or ") else None
 
 
-gc.disable()  # while tests are collected: it would visit all imported modules, and take a sixth of the time
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector from visiting all tests and imported modules again and again."""
     if session.config.getoption("markexpr").startswith("not ("):
@@ -71,8 +73,6 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 
     A search takes the other one. Ranks in processes always take the path that users get.
     """
-    from contrastive_zoo.engine import plan, precision
-
     marker, drawn = request.node.get_closest_marker("path"), crc32(request.node.nodeid.encode()) % 2
     name = marker.args[0] if marker else ["engines", "users"][drawn ^ EVERY_CASE]
     smallest = {(plan, "SMALL_MATRIX"), (plan, "SMALL_ON_ACCELERATORS"), (precision, "SMALL_ELEMENTS")}
@@ -85,8 +85,6 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def threads() -> None:
     """One thread for each worker of pytest-xdist: threads of several workers would wait for each other's cores."""
-    import torch
-
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
@@ -94,8 +92,6 @@ def threads() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def forkserver(request: pytest.FixtureRequest) -> None:
     """Start the process that all ranks are forked from, so that they import nothing; whichever test has ranks first."""
-    from contrastive_zoo.testing._rank import prepared_forkserver
-
     markers = {marker.name for item in request.session.items for marker in item.iter_markers()}
     of_trainers = OF_TRAINERS if markers & {"trainers", "audit", "pages"} else []
     with prepared_forkserver(["contrastive_zoo.public", *IMPORTED_ON_RANKS, *of_trainers]):
@@ -103,27 +99,21 @@ def forkserver(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def impatient() -> Iterator[Any]:
+def impatient() -> Iterator[Worlds]:
     """Worlds in which a hang is found soon: of jobs that take some milliseconds."""
-    from contrastive_zoo.testing.worlds import Worlds  # not before the hook is in
-
     with Worlds(timeout=10.0) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def pools(worlds: Any) -> Iterator[Any]:
-    from contrastive_zoo.testing.worlds import Worlds
-    from tests.helpers import Pools
-
+def pools(worlds: Worlds) -> Iterator[Pools]:
     with Worlds(timeout=300.0, threads=True) as threads:
         yield Pools(threads, worlds)
 
 
 @pytest.fixture(scope="session")
-def device_worlds() -> Iterator[Any]:
+def device_worlds() -> Iterator[Worlds]:
     """Worlds whose backend sends tensors of the simulated device only, as NCCL does."""
-    from contrastive_zoo.testing.worlds import Worlds
     from tests.simulated import send_from_device
 
     with Worlds(timeout=300.0) as pool:

@@ -97,9 +97,7 @@ FAULTS: dict[str, Fault] = {
         "Rows, call 3: rank 0 waited in an exchange of rows … "
         "Rank 1 failed in Rows, call 3: FileNotFoundError: no such file: cat.jpg",
     ),
-    "SIGKILL in the loss": Fault(
-        IN_ROWS, signalled(signal.SIGKILL), f"Rows, call 3: rank 0 … {LOST} … an exchange of rows"
-    ),
+    "SIGKILL inside": Fault(IN_ROWS, signalled(signal.SIGKILL), f"Rows, call 3: rank 0 … {LOST} … an exchange of rows"),
     "SIGSTOP before the loss": Fault(
         BEFORE,
         signalled(signal.SIGSTOP),

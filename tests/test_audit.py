@@ -28,8 +28,7 @@ from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from contrastive_zoo.testing.worlds import Worlds
 from tests import audit_trainings
-from tests.audit_corpus import RIGHT, TRAININGS, WRONG
-from tests.audit_loops import Parts
+from tests.audit_corpus import RIGHT, TRAININGS, WRONG, Parts
 from tests.audit_trainings import audit_apart, setup
 from tests.helpers import EVERY_CASE
 

@@ -140,9 +140,7 @@ def expected(loss: Any, args: Sequence[Tensor], sizes: Sequence[int], rank: int,
     return cost_of(of_step, situation, entries, classes=max(1, sizes[rank] // 2))
 
 
-def compared(
-    case: Case, sizes: Sequence[int], rank: int, *, split: bool = True, steps: int = 1, ring: bool = False
-) -> tuple[Step, Cost]:
+def compared(case: Case, sizes: list[int], rank: int, *, split=True, steps=1, ring=False) -> tuple[Step, Cost]:
     loss, args = case
     wrapper = cz.DistributedLoss(loss, check_distinct=False, ring=ring)
     # this run's checks of types draw random numbers, which a user's loss seems to have drawn

@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.ranks.fingerprint import (
-    DISTINCT,
-    ONE_ROW,
-    REPEATED,
-    equal_arguments,
-    fingerprint,
-    level_of,
-    levels_differ,
-    norm_and_sketch,
-)
+from contrastive_zoo.ranks.fingerprint import DISTINCT, ONE_ROW, REPEATED, equal_arguments, fingerprint, levels_differ
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
@@ -88,9 +79,7 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
                     Statement("Other", problem="no"),
                     statement(3, digests=[7], same=1),
                 ]
-                error_message(
-                    lambda bring=bring, kind=kind: shake_hands(bring[(kind + dist.get_rank()) % 4], cz.World.of())
-                )
+                error_message(partial(shake_hands, bring[(kind + dist.get_rank()) % 4], cz.World.of()))
             lengths.append(messages.sent[0].size or 0)
         return lengths
 
@@ -130,11 +119,9 @@ BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 
 def test_a_difference_is_one_error_on_every_rank(worlds: Worlds) -> None:
     def job() -> list[tuple[str | None, tuple[int, ...]]]:
-        world, stated = cz.World.of(), [Statement("Loss", **brought[dist.get_rank()]) for brought in BRINGS]
-        after = Statement("Loss", sizes=[3])
-        return [
-            (error_message(partial(shake_hands, x, world)), shake_hands(after, world).shards[0].sizes) for x in stated
-        ]
+        world, bad = cz.World.of(), [Statement("Loss", **brought[dist.get_rank()]) for brought in BRINGS]
+        good = Statement("Loss", sizes=[3])
+        return [(error_message(partial(shake_hands, x, world)), shake_hands(good, world).shards[0].sizes) for x in bad]
 
     one, other = worlds.run(2, job)
     assert one == other
@@ -209,15 +196,14 @@ def test_a_level_is_that_of_any_order_and_layout() -> None:
 
 @pytest.mark.parametrize("of", [0, 3, 65535, 2**24, 2**40])
 def test_neighbouring_counts_differ_clearly(of: int) -> None:
-    levels = [level_of(norm_and_sketch(torch.tensor([x])).tolist()) for x in (of, of + 1)]
+    levels = [level({"count": torch.tensor([x])}) for x in (of, of + 1)]
     assert levels_differ(levels, 10, 2**-23)
 
 
 def test_autocast_does_not_round_a_sketch() -> None:
-    x = state()["table"]
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = norm_and_sketch(x)
-    assert torch.equal(rounded, norm_and_sketch(x))
+        rounded = level(state())
+    assert rounded == level(state())
 
 
 def kind(x: Tensor) -> int | None:

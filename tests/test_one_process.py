@@ -1,11 +1,9 @@
 """Losses that communicate by themselves: inside of DistributedLoss they see one process."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
@@ -143,9 +141,7 @@ MAKES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def check(
-    name: str, shards: tuple[int, ...], reduction: Any, worlds: Worlds, wrap: Callable[..., Any] = cz.DistributedLoss
-) -> None:
+def check(name: str, shards: Sequence[int], reduction: Any, worlds: Worlds, wrap: Any = cz.DistributedLoss) -> None:
     make, call = MAKES[name], "labels" if name == "with a memory" else "views"
     case = Case(lambda: wrap(make(), grad_reduction=reduction), call, reduction)
     trial = Trial(case, GlobalBatch(shards, d=D, seed=5), worlds)
@@ -154,26 +150,23 @@ def check(
 
 
 @pytest.mark.parametrize(("name", "shards", "reduction"), drawn(MAKES, SPLITS, ["mean", "sum"], one_in=5), ids=str)
-def test_a_loss_that_communicates_is_that_of_one_process(
-    name: str, shards: tuple[int, ...], reduction: str, worlds: Worlds
-) -> None:
+def test_a_loss_that_communicates_is_that_of_one_process(name: str, shards, reduction, worlds: Worlds) -> None:
     check(name, shards, reduction, worlds)
 
 
-MUTANTS = {
-    "everywhere": (loss_call, "in_one_process", lambda compute, *_: compute()),
-    "backward": (one_process, "_python_functions", lambda *_: []),
+WITHOUT_A_WORLD_OF_ONE = loss_call, "in_one_process", lambda compute, *_: compute()
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "a layer": WITHOUT_A_WORLD_OF_ONE,
+    "sinkhorn": WITHOUT_A_WORLD_OF_ONE,
+    "in the backward pass only": (one_process, "_python_functions", lambda *_: []),
 }
 
 
-@pytest.mark.parametrize(
-    ("mutant", "name"),
-    [("everywhere", "a layer"), ("everywhere", "sinkhorn"), ("backward", "in the backward pass only")],
-)
-def test_without_the_guard_they_are_wrong(mutant: str, name: str, worlds: Worlds) -> None:
+@pytest.mark.parametrize("name", MUTANTS)
+def test_without_the_guard_they_are_wrong(name: str, worlds: Worlds) -> None:
     class Unguarded(cz.DistributedLoss):
         def forward(self, *rows: Tensor) -> Any:
-            with patch.object(*MUTANTS[mutant]):
+            with patch.object(*MUTANTS[name]):
                 return super().forward(*rows)
 
     with pytest.raises(Broken):

@@ -166,9 +166,7 @@ def test_no_module_of_the_package_is_imported_by_a_string() -> None:
 OF_A_FORMULA = {"ranks.row_checks", "ranks.devices", "ranks.random_keys"}
 """What a loss may import of the room of ranks: checks of its own rows; its batch has the sums over ranks."""
 
-OF_RANKS = {
-    *["get_rank", "get_world_size", "distributed", "world_size", "dist", "world.rank", "world.size", "world.group"]
-}
+RANKS = {"get_rank", "get_world_size", "distributed", "world_size", "dist", "world.rank", "world.size", "world.group"}
 
 
 def words(code: ast.Module) -> set[str]:
@@ -184,7 +182,7 @@ def test_losses_depend_on_no_rank_no_message_and_no_implementation() -> None:
     for module in (*modules("loss_base"), *FORMULAS):
         code, others = tree(module), imported_modules(module)
         assert not [name for name in imported(code) if name.startswith("torch.distributed")], module
-        assert not words(code) & OF_RANKS, module
+        assert not words(code) & RANKS, module
         if module in FORMULAS:
             assert {x for x in others if x.startswith("ranks")} <= OF_A_FORMULA, module
             assert not words(code) & {"rank", "world", "forward"}, module
@@ -263,7 +261,7 @@ def test_such_calls_and_words_are_noticed() -> None:
     assert set(called(code)) & OBJECTS == {"all_gather_object"}
     assert set(list(called(code))[::2]) & RUNNING == {"eval", "torch.load"}
     code = ast.parse("def f(world): world.rank, dist.x, a.get_world_size()\ndef local(): get_rank()")
-    assert words(code) & {*OF_RANKS, "world"} == {"world", "world.rank", "dist", "get_world_size"}
+    assert words(code) & {*RANKS, "world"} == {"world", "world.rank", "dist", "get_world_size"}
 
 
 def listening(*pids: int) -> set[Any]:

@@ -132,9 +132,7 @@ def memory(loss: Callable[[], Any]) -> Callable[[], Loss]:
 
 
 class References(nn.Module):
-    def forward(
-        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple, ref_emb: Tensor, ref_labels: Tensor) -> Tensor:
         return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
 
 

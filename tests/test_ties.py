@@ -87,9 +87,7 @@ def results(cases: Sequence[Case], shards: Sequence[int], split: bool, rounds: b
     return found
 
 
-def differing(
-    worlds: Worlds, cases: Sequence[Case], shards: Sequence[int], *, split: bool = True, rounds: bool = False
-) -> set[str]:
+def differing(worlds: Worlds, cases: list[Case], shards: Sequence[int], *, split=True, rounds=False) -> set[str]:
     of_one = worlds.run(1, results, cases, (sum(shards),), False, rounds)[0]
     by_rank = worlds.run(len(shards), results, cases, shards, split, rounds)
     return {case[0] for case, one, *parts in zip(cases, of_one, *by_rank, strict=True) if _differ(one, parts)}

@@ -15,10 +15,7 @@ pytestmark = pytest.mark.pages
 ROOT = Path(__file__).parent.parent
 USER = Path(__file__).parent / "typing" / "user.py"
 
-COMMANDS = {
-    "mypy": ["mypy", str(USER)],
-    "pyright": ["pyright", "--outputjson", "--pythonpath", sys.executable, str(USER)],
-}
+COMMANDS = {"mypy": ["mypy", USER], "pyright": ["pyright", "--outputjson", "--pythonpath", sys.executable, USER]}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Losses of sentence-transformers, the encoders that they train, and batches of words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,9 +57,7 @@ class Tokens(Words):
         return features
 
 
-def words(
-    seed: int = 0, drop: float = 0.0, kind: str = "SentenceTransformer", first: Any = Words, codes: int = 0
-) -> Any:
+def words(seed: int = 0, drop: float = 0, kind: str = "SentenceTransformer", first: Any = Words, codes: int = 0) -> Any:
     torch.manual_seed(seed)
     modules = [first(drop)]
     if codes:

@@ -1,7 +1,5 @@
 """The Hugging Face Trainer on two processes computes the parameters of one process, in every configuration."""
 
-from __future__ import annotations
-
 import doctest
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -152,11 +150,9 @@ DRAWN = ALL if EVERY_CASE else [ALL[index] for index in (0, 3, 5, 6, 8)]
 DRAWN += [Setup(False, steps, average, "mixin and a compute_loss") for steps, average in ((1, True), (2, False))]
 
 
-@pytest.mark.parametrize(
-    "setup", [DRAWN[0], *(pytest.param(x, marks=pytest.mark.trainers) for x in DRAWN[1:])], ids=str
-)
-def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, own: Worlds) -> None:
-    assert max(own.run(2, deviation, setup)) <= 1e-9
+@pytest.mark.parametrize("how", [DRAWN[0], *(pytest.param(x, marks=pytest.mark.trainers) for x in DRAWN[1:])], ids=str)
+def test_the_mixin_computes_the_parameters_of_one_process(how: Setup, own: Worlds) -> None:
+    assert max(own.run(2, deviation, how)) <= 1e-9
 
 
 @pytest.mark.trainers

@@ -1,7 +1,5 @@
 """Behind its adapter every loss of sentence-transformers is the same function on W ranks as on one, or is refused."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re

@@ -153,8 +153,8 @@ def test_a_first_call_that_takes_long_lets_later_ones_take_as_long(impatient: Wo
 
 
 @pytest.mark.parametrize(("collective", "is_right"), [(None, True), ("all_gather", False)])
-def test_ranks_that_are_slow_are_given_more_time_and_those_that_hang_are_not(
-    collective, is_right, impatient: Worlds, monkeypatch
+def test_slow_ranks_are_given_more_time_and_those_that_hang_are_not(
+    collective, is_right, impatient, monkeypatch
 ) -> None:
     """Every first job of several ranks constructs the loss, so that imports count into no batch."""
     run, short, jobs = impatient.run, impatient.timeout, list[tuple[int, str]]()
@@ -257,9 +257,8 @@ def sleeping(is_asleep: Callable[[], bool]) -> Callable[[], Any]:
 @pytest.mark.audit
 def test_a_loss_that_does_not_return_cannot_be_checked_and_is_no_hang_of_a_collective() -> None:
     with Worlds(timeout=0.5, grace=0.3) as worlds:
-        with pytest.raises(
-            ValueError, match=r"does not end on one process. W=1: no answer within 5 s. rank 0 is at test_ch"
-        ):
+        said = r"does not end on one process. W=1: no answer within 5 s. rank 0 is at test_ch"
+        with pytest.raises(ValueError, match=said):
             examine(sleeping(lambda: True), world_sizes=(2,), worlds=worlds)
         makes = sleeping(lambda: torch.distributed.get_world_size() > 1)
         evidence = LossEvidence(Case(makes, "views"), [], worlds)

@@ -31,10 +31,7 @@ TESTS = [block for block in HOWTO if "def test_" in block]
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest):
-    for name in (
-        "numpy.fft",
-        "torch._dynamo",
-    ):  # which cannot be imported twice: pytester forgets what it sees imported
+    for name in ("numpy.fft", "torch._dynamo"):  # not to be imported twice: pytester forgets what it sees imported
         importlib.import_module(name)
     pytester = request.getfixturevalue("pytester")
     installed = any(entry.name == "contrastive_zoo" for entry in entry_points(group="pytest11"))
