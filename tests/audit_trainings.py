@@ -316,8 +316,6 @@ def run(name: str) -> Any:
     return TRAININGS[name][0]().train()
 
 
-TIMEOUT = 60.0
-
 STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
 """Mistakes that show only after three steps."""
 
@@ -331,7 +329,7 @@ def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -
             store = launch.local_store()
             jobs = [(folder, x, rank, len(names), store.port, module, name, steps) for rank, x in enumerate(names)]
             with forked(_rank, jobs) as ranks:
-                launch.wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), TIMEOUT)
+                launch.wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), 60.0)
                 for x, code in zip(names, [rank.exitcode for rank in ranks], strict=True):
                     if code is not None:
                         Path(folder, f"{x}.ended").write_text(str(code))

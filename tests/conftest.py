@@ -26,6 +26,9 @@ from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, Pools
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # threads of several workers would wait for each other's cores
+
 # the same examples on every machine; a search draws others each time
 common: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=3, derandomize=True, **common)
@@ -80,13 +83,6 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
         for module, constant in smallest if name == "engines" else ():
             stack.enter_context(patch.object(module, constant, -1))
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def threads() -> None:
-    """One thread for each worker of pytest-xdist: threads of several workers would wait for each other's cores."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,8 +14,6 @@ import contrastive_zoo as cz
 SAMPLES, BATCH_SIZE, EPOCHS = 155, 32, 2
 """Two epochs of batches of 32, 32, 32, 32 and 27: ten steps."""
 
-LEARNING_RATE = 0.1
-
 
 def make_encoder() -> nn.Module:
     """Return the encoder with its initial parameters, the same on every process."""
@@ -63,7 +61,7 @@ class Right:
         self.loader = make_loader(self.rank, self.world_size)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     def start_epoch(self, epoch: int) -> None:
         self.loader.batch_sampler.set_epoch(epoch)

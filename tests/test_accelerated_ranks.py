@@ -126,7 +126,6 @@ def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worl
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
-OTHERS = "all others"  # what the table calls the losses that it does not name
 OWN = [str(entry) for entry in ENTRIES if is_own(entry)]
 
 Reads = list[int]
@@ -147,7 +146,7 @@ def stated() -> dict[str, Reads]:
     lines = PAGE.read_text(encoding="utf-8").split("| without checks |")[1].split("\n\n")[0].splitlines()[2:]
     rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
     named = {x: [int(n) for n in f"{off} / {on}".split("/")] for off, on, names in rows for x in names.split("; ")}
-    others = named.pop(OTHERS)
+    others = named.pop("all others")
     assert named.keys() <= set(OWN), f"{PAGE.name} names losses that are in no table tests/losses/zoo_*.py"
     return {name: named.get(name, others) for name in OWN}
 

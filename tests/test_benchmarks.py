@@ -29,7 +29,6 @@ from suite import harness, report
 from suite.cases import CASES, FASTER, LOSSES, Case
 
 ROUNDS = [{"GEMM": 1.0, "ours": 2.0, "peer": 10.0}, {"GEMM": 2.0, "ours": 3.0}, {"GEMM": 1.0, "ours": 4.0}]
-ONCE = {"rounds": 1}
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
@@ -60,7 +59,7 @@ def test_all_implementations_of_a_loss_are_the_same_loss(loss: str) -> None:
 def test_ranks_are_timed_and_differ_from_one_process_by_rounding(worlds: Worlds) -> None:
     even = Case("ranks", "CLIP", 12, 4, shards=(6, 6))
     implementations = ("ours", "ours, tiled, ring", "by hand")
-    for found in worlds.run(2, bench.measure_times, even, implementations, ONCE):
+    for found in worlds.run(2, bench.measure_times, even, implementations, {"rounds": 1}):
         assert [set(x) for x in found["rounds"]] == [{"GEMM", *implementations}]
     uneven = Case("ranks", "NT-Xent", 16, 4, shards=(0, 16))
     for case, of in ((even, implementations), (uneven, ("ours, tiled", "ours"))):

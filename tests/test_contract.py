@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan, small_batch
+from contrastive_zoo.testing import invariants
 from contrastive_zoo.testing.batch import GlobalBatch, global_batches
-from contrastive_zoo.testing.invariants import (
-    CONTRACT,
-    INVARIANTS,
-    Broken,
-    Invariant,
-    finite_at_extremes,
-    same_at_later_steps,
-    same_encoder_gradient,
-    same_random_numbers,
-)
+from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, Broken, finite_at_extremes
 from contrastive_zoo.testing.measurement import Case, Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, TEMPERATURES, Pools, drawn, error_message
@@ -77,7 +69,7 @@ def test_one_step_takes_either_path(monkeypatch, pools: Pools) -> None:
     case = Entry("NTXent", cz.NTXent, dense_nt_xent).case()
     for seed, caught in ((1, pytest.raises(Broken)), (2, nullcontext())):
         with caught:
-            same_encoder_gradient(Trial(case, GlobalBatch((3, 2), d=3, seed=seed), pools.threads))
+            invariants.same_encoder_gradient(Trial(case, GlobalBatch((3, 2), d=3, seed=seed), pools.threads))
 
 
 @pytest.mark.parametrize("entry", IN_A_RING, ids=str)
@@ -139,14 +131,14 @@ MANY = [
 @pytest.mark.parametrize(("entry", "shards"), MANY, ids=lambda x: f"W={len(x)}" if isinstance(x, tuple) else str(x))
 def test_the_contract_holds_at_every_step_on_many_ranks_of_which_most_are_empty(entry, shards, pools: Pools) -> None:
     trial = Trial(entry.case(temperature=0.3), GlobalBatch(shards, d=2, seed=len(shards)), pools.threads)
-    for invariant in (*CONTRACT, same_at_later_steps) if EVERY_CASE or len(shards) < 64 else CONTRACT:
+    for invariant in (*CONTRACT, invariants.same_at_later_steps) if EVERY_CASE or len(shards) < 64 else CONTRACT:
         invariant(trial)
 
 
 @pytest.mark.parametrize(("shards", "trainer"), drawn([(1, 4), (0, 3, 2)], ["mean", "sum"], one_in=2), ids=str)
 def test_a_loss_that_draws_draws_the_numbers_of_one_process(shards, trainer, pools: Pools) -> None:
     case = Entry("NoisyHard", NoisyHard, dense_batch_hard, call="labels").case(trainer)
-    assert same_random_numbers(Trial(case, GlobalBatch(shards, d=3, seed=5), pools.drawn(shards)))
+    assert invariants.same_random_numbers(Trial(case, GlobalBatch(shards, d=3, seed=5), pools.drawn(shards)))
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
@@ -157,7 +149,7 @@ def test_extremes_stay_finite(entry: Entry, batch, temperature, pools: Pools) ->
 
 
 @pytest.mark.parametrize(("invariant", "ranks"), drawn(INVARIANTS, ["threads", "processes"], one_in=2), ids=str)
-def test_each_invariant_catches_its_mutant(invariant: Invariant, ranks: str, impatient: Worlds, pools: Pools) -> None:
+def test_each_invariant_catches_its_mutant(invariant, ranks: str, impatient: Worlds, pools: Pools) -> None:
     case, worlds = GALLERY[invariant.catches].case, impatient if ranks == "processes" else pools.threads
     kind = "huge" if invariant is finite_at_extremes else "gaussian"
     trials = (Trial(case, GlobalBatch(shards, seed=1, kind=kind), worlds) for shards in [(3, 3), (2, 4), (1, 3, 2)])

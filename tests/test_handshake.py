@@ -88,27 +88,23 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
     assert len(set(zero)) == 1
 
 
-ONE, TWO, MINUS_ONE = ({"w": torch.full((1,), x), "v": torch.ones(2)} for x in (1.0, 2.0, -1.0))
+ONE, TWO, MINUS_ONE = (
+    {"level": level, "state": {"w": torch.tensor([w]), "v": torch.ones(2)}}
+    for level, w in ((1.0, 1.0), (2.0, 2.0), (2.0, -1.0))
+)
+ANCHORS = {"results": {"anchor": 1.0, "other anchor": 2.0}}
 
 BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"results": {"value": 1.0}}, {"results": {"value": 1.01}}, "rank 0 found 1, rank 1 found 1.01"),
-    ({"level": 1.0, "state": ONE}, {"level": 2.0, "state": TWO}, "w has norm 1 on rank 0 and 2 on rank 1. Call"),
-    (
-        {"level": 1.0, "state": ONE},
-        {"level": 2.0, "state": MINUS_ONE},
-        "w has norm 1 on rank 0 and 1 on rank 1, but other numbers. Call",
-    ),
+    (ONE, TWO, "w has norm 1 on rank 0 and 2 on rank 1. Call"),
+    (ONE, MINUS_ONE, "w has norm 1 on rank 0 and 1 on rank 1, but other numbers. Call"),
     ({"results": {"value": 1.0}}, {"results": {"value": 1.0 + 1e-7}}, None),
     ({"results": {"value": 1.0}}, {}, None),
     ({"results": {"value": torch.nan}}, {"results": {"value": torch.nan}}, None),
     ({"results": {"sample": 1.0}}, {"results": {"sample": 1.01}}, "different losses of the same samples"),
     ({"results": {"gradient": 1.0}}, {"results": {"gradient": 1.01}}, "batch.shared(parameter)"),
-    (
-        {"results": {"anchor": 1.0, "other anchor": 2.0}},
-        {"results": {"anchor": 2.0, "other anchor": 1.01}},
-        "rank 0, which holds it, found 1, rank 1 found 1.01",
-    ),
-    ({"results": {"anchor": 1.0, "other anchor": 2.0}}, {"results": {"anchor": 2.0}}, None),
+    (ANCHORS, {"results": {"anchor": 2.0, "other anchor": 1.01}}, "rank 0, which holds it, found 1, rank 1 found 1.01"),
+    (ANCHORS, {"results": {"anchor": 2.0}}, None),
     ({"results": {"anchor": 1.0, "other anchor": 1.0}}, {"results": {"other anchor": 1.0}}, None),
     ({"level": 1.0}, {"level": 1.0 + 1e-5}, None),
     ({"level": 1.0}, {}, None),

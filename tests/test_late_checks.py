@@ -48,17 +48,17 @@ TARGETS = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
 WEIGHTS = torch.ones(N, 2, dtype=torch.float64)
 
 
-def sum_with_a_state() -> nn.Module:
-    return cz.WeightedSum([cz.CrossBatchMemory(cz.SupCon(), 20, D), cz.ProxyAnchor(C, D)])
-
-
 CASES = {
     "ArcFace": Case(lambda: cz.ArcFace(C, D), CLASSES + "5"),
     "sharded": Case(lambda: cz.ArcFace(C, D, shard_over=cz.World.of()), CLASSES + "-1", wrong=BELOW),
     "ProxyAnchor": Case(lambda: cz.ProxyAnchor(C, D), CLASSES + "5", indexes=True),
     "Margin": Case(lambda: cz.Margin(num_classes=C), "labels are 0 … 4, got 0 … 5.", indexes=True),
     "prefixes": Case(lambda: cz.Matryoshka(cz.Margin(num_classes=C), (2, 3)), "got 0 … 5.", indexes=True),
-    "sum": Case(sum_with_a_state, CLASSES + "5", indexes=True),
+    "sum with a state": Case(
+        lambda: cz.WeightedSum([cz.CrossBatchMemory(cz.SupCon(), 20, D), cz.ProxyAnchor(C, D)]),
+        CLASSES + "5",
+        indexes=True,
+    ),
     "OnlineContrastive": Case(cz.OnlineContrastive, "got 0 … 2.", [*Z[:2], PAIRS], 2 * PAIRS),
     "MultiPositive": Case(
         cz.MultiPositive, "weights are non-negative", [*Z[:2], TARGETS, torch.arange(N), WEIGHTS], WEIGHTS.log() - 1

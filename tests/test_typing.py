@@ -12,7 +12,6 @@ import pytest
 
 pytestmark = pytest.mark.pages
 
-ROOT = Path(__file__).parent.parent
 USER = Path(__file__).parent / "typing" / "user.py"
 
 COMMANDS = {"mypy": ["mypy", USER], "pyright": ["pyright", "--outputjson", "--pythonpath", sys.executable, USER]}
@@ -21,7 +20,7 @@ COMMANDS = {"mypy": ["mypy", USER], "pyright": ["pyright", "--outputjson", "--py
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
     """What each checker prints; both run at once. One that finds errors is none that fails."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": USER.parents[2]}
     installed = filter(find_spec, COMMANDS)
     running = {name: subprocess.Popen([sys.executable, "-m", *COMMANDS[name]], **pipes) for name in installed}
     found = {}

@@ -1,5 +1,7 @@
 """Losses of sentence-transformers, the encoders that they train, and batches of words."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,5 +1,7 @@
 """The Hugging Face Trainer on two processes computes the parameters of one process, in every configuration."""
 
+from __future__ import annotations
+
 import doctest
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -80,10 +82,6 @@ class Setup(NamedTuple):
     optimizer: str = ""
 
 
-def parameters(*modules: nn.Module) -> list[nn.Parameter]:
-    return [x for module in modules for x in module.parameters()]
-
-
 def trainer_of(setup: Setup, **settings: Any) -> tuple[Any, list[nn.Parameter]]:
     """Return the trainer and the parameters that it trains."""
     from transformers import TrainingArguments
@@ -96,8 +94,8 @@ def trainer_of(setup: Setup, **settings: Any) -> tuple[Any, list[nn.Parameter]]:
     )  # fmt: skip
     model: nn.Module = EncoderWithLoss() if setup.in_model else make_encoder()
     loss_fn = None if setup.in_model else OutputLoss()
-    trained = parameters(model, *filter(None, [loss_fn]))
-    of_optimizer = {"": None, "all": trained, "the encoder": parameters(model)}[setup.optimizer]
+    trained = [*nn.ModuleList(filter(None, [model, loss_fn])).parameters()]
+    of_optimizer = {"": None, "all": trained, "the encoder": [*model.parameters()]}[setup.optimizer]
     optimizers = None if of_optimizer is None else SGD(of_optimizer), None
     return trainers()[setup.kind](model, arguments, compute_loss_func=loss_fn, optimizers=optimizers), trained
 
@@ -113,7 +111,7 @@ def train(setup: Setup, checkpoint: str | None = None, **settings: Any) -> list[
 def one_process(steps: int) -> tuple[list[Tensor], list[nn.Parameter]]:
     """Train in plain torch, without DistributedLoss; return the parameters before and after."""
     encoder, loss_fn = make_encoder(), make_loss()
-    trained = parameters(encoder, loss_fn)
+    trained = [*encoder.parameters(), *loss_fn.parameters()]
     before, optimizer, loader = [x.detach().clone() for x in trained], SGD(trained), loader_of(steps)
     for epoch in range(2):
         loader.batch_sampler.set_epoch(epoch)

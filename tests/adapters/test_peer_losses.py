@@ -4,7 +4,8 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 from zlib import crc32
@@ -18,6 +19,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.adapters import open_clip
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, assert_same, close, need, numbers
+from tests.helpers import peer as class_of
 from tools.comparison import Wrap, measure
 from tools.peer_losses import packages
 from tools.peer_losses.losses import PeerLoss, Reading, runs, table
@@ -74,7 +76,7 @@ def flag_embedding(kind: Any) -> Loss:
     return lambda queries, *of: model._compute_in_batch_neg_loss(queries, passages(*of))[1]
 
 
-def swift(kind: Any, *names: str) -> Loss:
+def swift(kind: Any, names: Sequence[str] = ()) -> Loss:
     vars(sys.modules[kind.__module__])["strtobool"] = lambda text: text == "True"  # of transformers
 
     def call(queries: Tensor, *of: Tensor) -> Tensor:
@@ -110,27 +112,21 @@ QWEN3 = cz.MNRL(
     temperature=0.1, normalize=False, directions=("query_to_doc", "query_to_query", "doc_to_doc"),
     false_negative_margin=0.1, mask_doc_to_doc=False,
 )  # fmt: skip
-NEMO, COLPALI = "nemo_automodel.components.loss.infonce", "colpali_engine.loss."
-FLAG_EMBEDDING = "FlagEmbedding.finetune.embedder.encoder_only.base.modeling"
+FLAG_EMBEDDING = "FlagEmbedding.finetune.embedder.encoder_only.base.modeling.BiEncoderOnlyEmbedderModel"
+SWIFT, NEMO = "swift.loss.embedding.InfonceLoss", "nemo_automodel.components.loss.infonce.InfoNCELoss"
+COLBERT = "colpali_engine.loss.late_interaction_losses.ColbertLoss"
 GROUPS, PAIRS, TOKENS = ((7, 8), (7, 8), (7, 2, 8)), ((7, 8), (7, 8)), ((7, 3, 8), (7, 3, 8))
-REPLACEMENTS: list[tuple[str, str, str, tuple[Any, ...], Callable[[Any], Loss], Loss]] = [
-    ("tevatron", "tevatron.loss", "SimpleContrastiveLoss", GROUPS, tevatron,
-     in_one_batch(cz.MNRL(temperature=1.0, normalize=False))),
-    ("flagembedding", FLAG_EMBEDDING, "BiEncoderOnlyEmbedderModel", GROUPS, flag_embedding,
-     in_one_batch(cz.MNRL(temperature=0.5, normalize=False))),
-    ("ms-swift", "swift.loss.embedding", "InfonceLoss", GROUPS, swift,
-     in_one_batch(cz.MNRL(temperature=0.1, normalize=False))),
-    ("ms-swift", "swift.loss.embedding", "InfonceLoss", GROUPS,
-     lambda kind: swift(kind, "INCLUDE_QQ", "INCLUDE_DD", "MASK_FAKE_NEGATIVE"), in_one_batch(QWEN3)),
-    ("nemo-automodel", NEMO, "InfoNCELoss", GROUPS, nemo,
-     cz.InfoNCE(temperature=0.5)),
-    ("nemo-automodel", NEMO, "InfoNCELoss", PAIRS, lambda kind: nemo(kind, direction="symmetric"),
-     cz.InfoNCE(temperature=0.5, symmetric=True)),
-    ("pylate", "pylate.losses.contrastive", "Contrastive", TOKENS, pylate, cz.MaxSim(temperature=1.0)),
-    ("colpali-engine", COLPALI + "late_interaction_losses", "ColbertLoss", TOKENS,
-     lambda kind: kind(temperature=0.5, normalize_scores=True),
+REPLACEMENTS: list[tuple[str, tuple[Any, ...], Callable[[Any], Loss], Loss]] = [
+    ("tevatron.loss.SimpleContrastiveLoss", GROUPS, tevatron, in_one_batch(cz.MNRL(temperature=1.0, normalize=False))),
+    (FLAG_EMBEDDING, GROUPS, flag_embedding, in_one_batch(cz.MNRL(temperature=0.5, normalize=False))),
+    (SWIFT, GROUPS, swift, in_one_batch(cz.MNRL(temperature=0.1, normalize=False))),
+    (SWIFT, GROUPS, partial(swift, names=("INCLUDE_QQ", "INCLUDE_DD", "MASK_FAKE_NEGATIVE")), in_one_batch(QWEN3)),
+    (NEMO, GROUPS, nemo, cz.InfoNCE(temperature=0.5)),
+    (NEMO, PAIRS, partial(nemo, direction="symmetric"), cz.InfoNCE(temperature=0.5, symmetric=True)),
+    ("pylate.losses.contrastive.Contrastive", TOKENS, pylate, cz.MaxSim(temperature=1.0)),
+    (COLBERT, TOKENS, lambda kind: kind(temperature=0.5, normalize_scores=True),
      cz.MaxSim(temperature=0.5, token_reduction="mean", normalize=False)),
-    ("colpali-engine", COLPALI + "bi_encoder_losses", "BiEncoderLoss", PAIRS, lambda kind: kind(temperature=0.5),
+    ("colpali_engine.loss.bi_encoder_losses.BiEncoderLoss", PAIRS, lambda kind: kind(temperature=0.5),
      cz.InfoNCE(temperature=0.5, normalize=False)),
 ]  # fmt: skip
 """Losses of trainers of embedding models, the shapes of their arguments, and what replaces them, as on the page "Coming from
@@ -138,16 +134,15 @@ another library"."""
 
 
 @pytest.mark.filterwarnings("ignore")  # their own
-@pytest.mark.parametrize(("package", "module", "name", "shapes", "theirs", "ours"), REPLACEMENTS)
-def test_what_replaces_a_trainers_loss_is_their_own_code(package, module, name, shapes, theirs, ours) -> None:
-    need(package)
-    their_loss = theirs(getattr(packages.loaded(module), name))
+@pytest.mark.parametrize(("path", "shapes", "make", "ours"), REPLACEMENTS)
+def test_what_replaces_a_trainers_loss_is_their_own_code(path: str, shapes, make, ours) -> None:
+    theirs = make(class_of(path))
     for seed in range(3):
         drawn = (numbers(*shape, seed=10 * seed + i) for i, shape in enumerate(shapes))
         unit = [F.normalize(x, dim=-1).requires_grad_() for x in drawn]
-        assert_same(ours, their_loss, *unit)
+        assert_same(ours, theirs, *unit)
         with pytest.raises(AssertionError):
-            assert_same(ours, lambda *x: their_loss(x[0].roll(1, 0), *x[1:]), *unit)  # other pairs
+            assert_same(ours, lambda *x: theirs(x[0].roll(1, 0), *x[1:]), *unit)  # other pairs
 
 
 def test_a_package_that_is_absent_is_a_skip_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

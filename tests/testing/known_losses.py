@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pytorch_metric_learning import losses
 from torch import nn
 
 import contrastive_zoo as cz
@@ -99,15 +100,6 @@ def dropout_before_a_gather(view1, view2):
     return symmetric_cross_entropy(a @ b.T)
 
 
-def _of_pml(name: str, *, searched: bool = False, width: int | None = None, **settings: Any) -> Known:
-    def make() -> Any:
-        from pytorch_metric_learning import losses
-
-        return cz.DistributedLoss(getattr(losses, name)(**settings))
-
-    return Known(f"PML {name}", make, "labels", None, searched, width)
-
-
 def _known(loss: Any, *more: Any, searched: bool = False) -> Known:
     return Known(loss.__name__, lambda: loss, *more, searched=searched)
 
@@ -129,6 +121,8 @@ RIGHT_LOSSES = [
     _known(dropout_before_a_gather),
     Known("compiled", lambda: cz.DistributedLoss(torch.compile(dense_info_nce, backend="aot_eager")), searched=True),
     Known("Centred", Centred),
-    _of_pml("TripletMarginLoss"),
-    _of_pml("ProxyAnchorLoss", searched=True, width=3, num_classes=64, embedding_size=3),
+    Known("TripletMarginLoss", lambda: cz.DistributedLoss(losses.TripletMarginLoss()), "labels"),
+    Known(
+        "ProxyAnchorLoss", lambda: cz.DistributedLoss(losses.ProxyAnchorLoss(64, 3)), "labels", searched=True, width=3
+    ),
 ]

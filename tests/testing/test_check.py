@@ -153,8 +153,8 @@ def test_a_first_call_that_takes_long_lets_later_ones_take_as_long(impatient: Wo
 
 
 @pytest.mark.parametrize(("collective", "is_right"), [(None, True), ("all_gather", False)])
-def test_slow_ranks_are_given_more_time_and_those_that_hang_are_not(
-    collective, is_right, impatient, monkeypatch
+def test_slow_ranks_get_more_time_and_those_that_hang_do_not(
+    collective, is_right, impatient: Worlds, monkeypatch
 ) -> None:
     """Every first job of several ranks constructs the loss, so that imports count into no batch."""
     run, short, jobs = impatient.run, impatient.timeout, list[tuple[int, str]]()
