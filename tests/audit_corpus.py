@@ -46,20 +46,18 @@ class Parts:
     def make_optimizer(self, *modules: nn.Module) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.optimizer]([x for module in modules for x in module.parameters()])
 
-    def make_sampler(self, data: Pairs) -> DistributedSampler[Any]:
-        rank = dist.get_rank()
-        return {
-            "sharded": lambda: DistributedSampler(data, drop_last=True),
-            "padded": lambda: DistributedSampler(data),
-            "one shard": lambda: DistributedSampler(data, dist.get_world_size(), 0),
-            "a seed per rank": lambda: DistributedSampler(data, seed=rank),
-        }[self.sampler]()
-
     def make_loader(self, shuffle: bool = False) -> DataLoader[Any]:
         data = Pairs(more=self.sampler == "padded")
         if shuffle:
             return DataLoader(data, BATCH, shuffle=True, drop_last=True)
-        return DataLoader(data, BATCH, sampler=self.make_sampler(data))
+        seed_of_rank = {"seed": dist.get_rank()}
+        options = {
+            "sharded": {"drop_last": True},
+            "padded": {},
+            "one shard": {"rank": 0},
+            "a seed per rank": seed_of_rank,
+        }
+        return DataLoader(data, BATCH, sampler=DistributedSampler(data, **options[self.sampler]))
 
     def augment(self, batch: dict[str, Tensor]) -> list[Tensor]:
         return [AUGMENTATIONS[self.augmentation](x) for x in batch.values()]

@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
+from contrastive_zoo.ranks import suggestions
 from contrastive_zoo.testing.worlds import Worlds
 from tools.peer_losses import packages
 
@@ -132,6 +134,17 @@ def error_message(job: Callable[[], Any], kind: Any = ValueError) -> str | None:
     except kind as error:
         return str(error)
     return None
+
+
+def warned(*calls: Callable[[], Any], file: str = "") -> list[str]:
+    """Return the warnings of these calls, as if none had come before; each points at a line of the file, if one is given."""
+    suggestions.ASKED.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    assert not file or {x.filename for x in caught} <= {file}, "a warning points at the user's line"
+    return [str(x.message) for x in caught]
 
 
 def common_error(worlds: Worlds, world_size: int, bad: Callable[[], Any], good: Callable[[], R]) -> tuple[str, list[R]]:

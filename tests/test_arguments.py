@@ -1,6 +1,5 @@
 """What an argument of a third-party loss means is never guessed: it is gathered as samples, has a role, or is refused."""
 
-import warnings
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import groups, numbers, refused
+from tests.helpers import assert_says, groups, numbers, refused, warned
 from tests.test_roles import Prototypes, Relations, Views
 
 D = 4
@@ -102,32 +101,20 @@ def test_a_shared_tensor_of_all_ranks_is_that_of_one_process(worlds: Worlds) -> 
     assert worlds.run(2, job) == [pytest.approx(expected)] * 2
 
 
-def warned(calls: list[Any], **options: Any) -> list[str]:
-    loss = cz.DistributedLoss(with_other, **options)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for make in calls:
-            loss(z(), make())
-    return [str(x.message) for x in found]
-
-
 def test_equal_labels_warn_once_at_the_second_call_in_a_row(worlds: Worlds) -> None:
     labels, others, ones = lambda: torch.arange(5), lambda: torch.arange(5) + dist.get_rank(), lambda: torch.ones(5)
 
-    def job() -> list[list[str]]:
-        return [
-            warned([labels] * 4),
-            warned([labels, others] * 3),
-            warned([ones] * 3),
-            warned([labels] * 3, batch_dim={"other": 0}),
-            warned([labels] * 3, check_distinct=False),
-        ]
+    def heard(of_calls: list[Any], **options: Any) -> list[str]:
+        loss = cz.DistributedLoss(with_other, **options)
+        return warned(*(lambda make=make: loss(z(), make()) for make in of_calls))
 
+    def job() -> list[list[str]]:
+        first = heard([labels] * 4), heard([labels, others] * 3), heard([ones] * 3)
+        return [*first, heard([labels] * 3, batch_dim={"other": 0}), heard([labels] * 3, check_distinct=False)]
+
+    says = "other was equal on every rank at two calls in a row … torch.arange(n) + rank * n … shared={'other'} … "
     for (text,), *silent in worlds.run(2, job):
-        assert "other was equal on every rank at two calls in a row" in text
-        assert "torch.arange(n) + rank * n" in text
-        assert "shared={'other'}" in text
-        assert "batch_dim={'other': 0}" in text
+        assert_says(text, says + "batch_dim={'other': 0}")
         assert silent == [[]] * 4
 
 

@@ -16,8 +16,6 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import averaging
 from tests.helpers import close, drawn, groups, numbers, refused
 
-Gradients = dict[str, Tensor | None]
-
 
 class Mixed(nn.Module):
     """Several layers, two dtypes, a layer that some ranks skip and one that all skip, a frozen one."""
@@ -43,7 +41,7 @@ class Mixed(nn.Module):
     ("bucket_bytes", "skippers", "world_size"), drawn((1, 100, 25 * 2**20), ((), (1,), (0, 1, 2)), (1, 2, 3), one_in=3)
 )
 def test_gradients_are_those_of_ddp(bucket_bytes: int, skippers, world_size: int, worlds: Worlds) -> None:
-    def job() -> list[Gradients]:
+    def job() -> list[dict[str, Tensor | None]]:
         rank, theirs, ours = dist.get_rank(), Mixed(), Mixed()
         for run in (DistributedDataParallel(theirs, find_unused_parameters=True), ours):
             run(numbers(4 + rank, 3, seed=rank), rank in skippers).backward()

@@ -22,8 +22,6 @@ from contrastive_zoo.wrapper.arguments import GlobalIndices
 from tests.helpers import assert_says, later, numbers, rank, refused
 from tests.test_roles import Phases
 
-Wrap = Callable[..., Callable[..., Any]]
-
 
 def last(bad: Any, good: Any) -> Any:
     """Return what is bad on the last rank, or on one process."""
@@ -146,13 +144,6 @@ def monitored(*, on_all: bool = True, every: int = 50) -> None:
     loss(z(), z(seed=20))
 
 
-MOCO = cz.InfoNCE(in_batch_negatives=False)
-
-
-def memory(loss: Any) -> nn.Module:
-    return cz.CrossBatchMemory(loss, 8, 3)
-
-
 def in_one_step(loss: nn.Module) -> None:
     with last(cz.one_step(loss), nullcontext()):
         cz.DistributedLoss(loss)(z(), z())
@@ -177,13 +168,12 @@ def with_another_pointer() -> None:
 
 Pair = make_dataclass("Pair", ["z"])
 INDICES, SAME, X, C = (torch.tensor([0]),) * 3, numbers(4, 3, seed=1), torch.ones(3, 2), cz.collectives
-NO_ROOT = "rank {} is not one of the group's ranks 0 … 2"
 
-ANYWHERE: dict[str, Callable[[Wrap], Any]] = {
+ANYWHERE: dict[str, Callable[..., Any]] = {
     "NTXent: … row i of view 1 belongs to … view 0 … [4, 3] … [3, 3]": lambda w: w(cz.NTXent())(z(), z(last(3, 4))),
     "two or more views … got 1 … loss(view1, view2)": lambda w: w(cz.NTXent())(*[z()] * last(1, 2)),
     "labels are missing … call loss": lambda w: w(cz.SupCon())(z(), *[y()] * last(0, 1)),
-    "labels are classes 0 … 4, got 5": lambda w: w(memory(cz.BalSCL(5, 3)))(z(), last(5, 1) * y()),
+    "labels are classes 0 … 4, got 5": lambda w: w(cz.CrossBatchMemory(cz.BalSCL(5, 3), 8, 3))(z(), last(5, 1) * y()),
     "labels are classes, columns of … [4, 3], got 0 … 3": lambda w: w(cz.PaCo())(z(), last(3, 1) * y(), z()),
     "keys have a label each: pass both or none": lambda w: w(cz.PaCo())(z(), y(), z(), *[z()] * last(1, 0)),
     "belong together: pass all or none, got negatives.": lambda w: w(cz.M3())(
@@ -267,7 +257,9 @@ BETWEEN: dict[str, Callable[[], Any]] = {
         lambda a, b: (a @ b.T).sum(), x := z(), last(x.clone(), x)
     ),
     "DINO: … open_step": lambda: in_one_step(cz.DINO(3)),
-    "CrossBatchMemory: … open_step": lambda: in_one_step(memory(MOCO)),
+    "CrossBatchMemory: … open_step": lambda: in_one_step(
+        cz.CrossBatchMemory(cz.InfoNCE(in_batch_negatives=False), 8, 3)
+    ),
     "a backward pass computes the loss again": recomputed_in_one_step,
     "rank 1: a prefix of 4 does not fit": lambda: wrapped(cz.Matryoshka(cz.SupCon(), (2, 4)), z(4, last(3, 4)), y()),
     # tokens
@@ -308,7 +300,7 @@ AMONG_THREE: dict[str, Callable[[], Any]] = {
     "all_gather: x must be a dense tensor": lambda: C.all_gather(torch.eye(2).to_sparse()),
     "all_reduce: … op is 'sum' or 'mean', got []": lambda: C.all_reduce(X, []),
     "all_reduce: … 'partial' or 'complete', got 'whole'": lambda: C.all_reduce(X, gradient="whole"),
-    **{f"broadcast: … {NO_ROOT.format(x)}": lambda x=x: C.broadcast(X, x) for x in (-1, 3)},
+    **{f"broadcast: … rank {x} is not one of the group's ranks 0 … 2": lambda x=x: C.broadcast(X, x) for x in (-1, 3)},
     "shards [1, 4, 0] hold 5 rows, got 3": lambda: C.reduce_scatter(X, shards=Shards((1, 4, 0))),
     "all_reduce: … disagree on op … sum … mean": lambda: C.all_reduce(X, last("mean", "sum")),
     "broadcast: … disagree on src … has 0 … has 1": lambda: C.broadcast(X, last(1, 0)),

@@ -135,14 +135,13 @@ class Interrupted(nn.Module):
         return torch.tensor(0.5)
 
 
-def interrupted_in_a_setting() -> list[str | None]:
-    loss_fn = cz.DistributedLoss(cz.NTXent(temperature=Interrupted()), process_group=dist.new_group())
-    kinds: Any = KeyboardInterrupt, CommunicationError
-    return [error_message(lambda: loss_fn(local_rows(), local_rows()), kinds) for _ in range(3)]
-
-
 def test_a_rank_that_is_interrupted_in_a_setting_tells_the_others(worlds: Worlds) -> None:
-    (first, zero, again), (_, one, later) = worlds.run(2, interrupted_in_a_setting)
+    def job() -> list[str | None]:
+        loss_fn = cz.DistributedLoss(cz.NTXent(temperature=Interrupted()), process_group=dist.new_group())
+        kinds = KeyboardInterrupt, CommunicationError
+        return [error_message(lambda: loss_fn(local_rows(), local_rows()), kinds) for _ in range(3)]
+
+    (first, zero, again), (_, one, later) = worlds.run(2, job)
     assert first is None
     assert one == ""
     reason = "Rank 1 failed in NTXent, call 2: KeyboardInterrupt."
@@ -151,17 +150,15 @@ def test_a_rank_that_is_interrupted_in_a_setting_tells_the_others(worlds: Worlds
     assert_says(later, f"rank 1 failed in its last call, and not all ranks did. {reason}")
 
 
-def backward_that_fails_on_rank_1() -> str | None:
-    rank, a, b = dist.get_rank(), local_rows(), local_rows()
-    with splitting(always=True):
-        loss = cz.DistributedLoss(cz.Clip(), process_group=dist.new_group([0, 1]))(a, 2 * b)
-        exhausted = patch.object(softmax, "gradient_buffer", side_effect=MemoryError("no memory for the gradient"))
-        with exhausted if rank == 1 else nullcontext():
-            return error_message(loss.backward, MemoryError if rank == 1 else CommunicationError)
-
-
 def test_a_failure_in_the_backward_pass_is_told(worlds: Worlds) -> None:
-    zero, one = worlds.run(2, backward_that_fails_on_rank_1)
+    def job() -> str | None:
+        with splitting(always=True):
+            loss = cz.DistributedLoss(cz.Clip(), process_group=dist.new_group([0, 1]))(local_rows(), 2 * local_rows())
+            exhausted = patch.object(softmax, "gradient_buffer", side_effect=MemoryError("no memory for the gradient"))
+            with exhausted if dist.get_rank() == 1 else nullcontext():
+                return error_message(loss.backward, (MemoryError, CommunicationError))
+
+    zero, one = worlds.run(2, job)
     assert one == "no memory for the gradient"
     assert_says(zero, f"Clip, call 1: rank 0 waited in … Rank 1 failed in Clip, call 1: MemoryError: {one}.")
 
@@ -212,37 +209,31 @@ def test_a_note_of_an_earlier_group_is_not_read(worlds: Worlds) -> None:
     assert worlds.run(2, notes_of_an_earlier_group) == [(None, "Rank 1 failed just now."), (None, None)]
 
 
-def late_in_a_group() -> list[str]:
-    """Both errors of rank 0 in a group of a short time-out: the first with its cause, and that of the next call."""
-    group = dist.new_group([0, 1])
-    loss_fn, found = cz.DistributedLoss(cz.NTXent(), process_group=group), []
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.7), group)
-    if dist.get_rank() == 1:
-        return []
-    for _ in range(2):
-        try:
-            loss_fn(local_rows(), local_rows())
-        except CommunicationError as error:
-            found += [str(error), f"{type(error.__cause__).__name__}: {error.__cause__}"]
-    return found
-
-
 def test_a_group_that_failed_is_not_used_again_and_the_error_has_that_of_the_backend(worlds: Worlds) -> None:
-    (first, cause, again, _), _ = worlds.run(2, late_in_a_group)
+    def job() -> list[tuple[str, str]]:
+        group = dist.new_group([0, 1])
+        loss_fn, found = cz.DistributedLoss(cz.NTXent(), process_group=group), []
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.7), group)
+        for _ in range(2 if dist.get_rank() == 0 else 0):
+            with pytest.raises(CommunicationError) as caught:
+                loss_fn(local_rows(), local_rows())
+            found.append((str(caught.value), repr(caught.value.__cause__)))
+        return found
+
+    ((first, cause), (again, _)), _ = worlds.run(2, job)
     assert_says(first, "NTXent, call 1: rank 0 waited … s in the handshake, and not all ranks came.")
     assert again == f"NTXent, call 1: rank 0: the process group failed earlier. {first}"
     assert_says(cause, "RuntimeError … Timed out")
 
 
-def transfer() -> list[list[float]]:
-    rank = dist.get_rank()
-    rows = torch.full((2, 1), float(rank))
-    with patch.object(messages, "_wait_and_look", side_effect=AssertionError("a look for a note")):
-        return SendReceive(rows, 1 - rank, 2, 1 - rank, cz.World.of()).wait().tolist()
-
-
 def test_a_transfer_of_the_ring_is_waited_for_in_one_piece(worlds: Worlds) -> None:
-    assert worlds.run(2, transfer) == [[[1.0], [1.0]], [[0.0], [0.0]]]
+    def job() -> list[float]:
+        rank = dist.get_rank()
+        rows = torch.full((2,), float(rank))
+        with patch.object(messages, "_wait_and_look", side_effect=AssertionError("a look for a note")):
+            return SendReceive(rows, 1 - rank, 2, 1 - rank, cz.World.of()).wait().tolist()
+
+    assert worlds.run(2, job) == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def step(context: Callable[[Any], Any] = lambda model: nullcontext(), *, warm: bool = False) -> Tensor:
@@ -271,15 +262,15 @@ def test_a_loss_inside_of_join_is_refused_on_every_rank(name: str, worlds: World
         refused(worlds, 2, lambda warm=warm: step(CONTEXTS[name], warm=warm), words)
 
 
-def around_a_join() -> list[Tensor]:
-    """Steps in a context that is not enabled, and after one that has ended, with or without an error."""
-    found = [step(lambda model: model.join(enable=False))]
-    assert error_message(lambda: step(CONTEXTS["join()"]))
-    with DistributedDataParallel(nn.Linear(3, 2)).join():
-        pass
-    return [*found, step()]
-
-
 def test_a_loss_outside_of_join_is_computed(worlds: Worlds) -> None:
-    for found in worlds.run(2, around_a_join):
+    """In a context that is not enabled, and after one that has ended, with or without an error."""
+
+    def job() -> list[Tensor]:
+        found = [step(lambda model: model.join(enable=False))]
+        assert error_message(lambda: step(CONTEXTS["join()"]))
+        with DistributedDataParallel(nn.Linear(3, 2)).join():
+            pass
+        return [*found, step()]
+
+    for found in worlds.run(2, job):
         assert torch.stack(found).isfinite().all()

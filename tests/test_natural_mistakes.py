@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks import suggestions
 from contrastive_zoo.ranks.world import warn_of_launcher
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import assert_says, close, common_error, error_message, numbers, rank
+from tests.helpers import assert_says, close, common_error, error_message, numbers, rank, warned
 from tests.interpreter import python
 from tests.test_one_process import Gather, with_dist_nn, with_functional_collectives
 
@@ -52,6 +51,7 @@ class Encoder(nn.LayerNorm):
     """A user's model, the same on every rank."""
 
 
+warned_here = partial(warned, file=__file__)
 D, cached = cz.DistributedLoss, partial(cz.GradCache, nn.Linear(2, 2))
 BATCH_SAMPLER = "DataLoader(dataset, batch_sampler=sampler)"
 
@@ -171,16 +171,6 @@ def test_a_name_from_elsewhere_leads_to_ours(name: str) -> None:
         module = getattr(module, part)
 
 
-def warned(*calls: Call) -> list[str]:
-    suggestions.ASKED.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for call in calls:
-            call()
-    assert all(x.filename == __file__ for x in caught), "a warning points at the user's line"
-    return [str(x.message) for x in caught]
-
-
 @pytest.fixture(autouse=True)
 def nothing_asked() -> Iterator[None]:
     with patch.object(suggestions, "ASKED", set()):
@@ -218,7 +208,7 @@ def test_what_trains_wrongly_warns_once_on_every_rank_and_right_use_does_not(nam
 
     def job() -> list[str]:
         loss_fn = D(loss())
-        return warned(*(lambda rows=rows: loss_fn(*rows()) for rows in steps))
+        return warned_here(*(lambda rows=rows: loss_fn(*rows()) for rows in steps))
 
     found = worlds.run(2, job)
     assert found[0] == found[1]
@@ -242,10 +232,10 @@ def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Wor
         alone, holder = partial(D, process_group=cz.World()), HoldsALoss(cz.NTXent())
         before, expected = [{*vars(x)} for x in holder.modules()], alone(cz.NTXent())(whole, whole)
         for wrapped in (holder.loss, holder, lambda view1, view2: holder(view1, view2)):
-            assert warned(lambda wrapped=wrapped: close(D(wrapped)(rows, rows), expected)) == []
+            assert warned_here(lambda wrapped=wrapped: close(D(wrapped)(rows, rows), expected)) == []
         assert before == [{*vars(x)} for x in holder.modules()]
         calls = [(cz.NTXent(), rows), (cz.NTXent(), rows), (cz.SupCon(), y(len(rows)))]
-        return warned(*(lambda loss=loss, x=x: close(loss(rows, x), alone(loss)(rows, x)) for loss, x in calls))
+        return warned_here(*(lambda loss=loss, x=x: close(loss(rows, x), alone(loss)(rows, x)) for loss, x in calls))
 
     for (text,) in worlds.run(2, job):
         assert_says(text, "this process's own rows only, though 2 processes run … DistributedLoss(NTXent(...))")
@@ -267,7 +257,7 @@ GATHERS: list[tuple[Callable[[Tensor], Tensor], int]] = [
 def test_gathered_embeddings_cause_no_warning(gather: Callable[[Tensor], Tensor], count: int, worlds: Worlds) -> None:
     def job() -> int:
         views = gather(z().tanh()).chunk(2)
-        return len(warned(lambda: cz.NTXent()(*views)))
+        return len(warned_here(lambda: cz.NTXent()(*views)))
 
     assert worlds.run(2, job) == [count] * 2
 
@@ -276,10 +266,10 @@ def test_gathered_embeddings_cause_no_warning(gather: Callable[[Tensor], Tensor]
 def test_a_launcher_without_a_process_group_warns_once(size: str) -> None:
     warn_of_launcher.cache_clear()  # a process has one launcher
     with patch.dict(os.environ, {"WORLD_SIZE": size}):
-        texts = warned(lambda: cz.NTXent()(z(), z()), lambda: D(cz.NTXent())(z(), z()))
+        texts = warned_here(lambda: cz.NTXent()(z(), z()), lambda: D(cz.NTXent())(z(), z()))
         assert len(texts) == (size == "4")
         assert_says("".join(texts), "WORLD_SIZE is 4 … torch.distributed.init_process_group()" if texts else "")
-        assert warned(lambda: D(cz.NTXent(), process_group=cz.World())(z(), z())) == []
+        assert warned_here(lambda: D(cz.NTXent(), process_group=cz.World())(z(), z())) == []
 
 
 EXTRAS = {

@@ -68,14 +68,11 @@ class Phases(nn.Module):
         return ((z @ z.mH).mul(self.scale.sum()).real - 1).square().mean()
 
 
-Call = Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]
-
-
 def stack(*rows: Tensor) -> Tensor:
     return torch.stack([*rows, rows[0].sin()])
 
 
-CASES: dict[str, tuple[Callable[[], Any], Call, dict[str, Any]]] = {
+CASES: dict[str, tuple[Callable[[], Any], Callable[..., Any], dict[str, Any]]] = {
     "complex numbers": (Phases, lambda a, b, p: (torch.complex(a, b),), {}),
     "their conjugates": (Phases, lambda a, b, p: (torch.complex(a, b).conj(),), {}),
     "prototypes": (Prototypes, lambda a, b, p: (a, b, p), {"shared": {"prototypes"}}),

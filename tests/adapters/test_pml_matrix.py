@@ -34,17 +34,10 @@ def wrong(rows: Rows) -> list[str]:
     return [f"{case}, shards {list(run.steps[0])}: {why}" for case, run, why in differs if why]
 
 
-@pytest.fixture(scope="module")
-def rows(worlds: Worlds) -> Rows:
-    return measure(worlds, filter(drawn, pml_matrix.cases()), all_runs if EVERY_CASE else some_runs)
-
-
-def test_all_cases_equal_one_process(rows: Rows) -> None:
-    assert wrong(rows) == []
-
-
-def test_every_export_is_compared(rows: Rows) -> None:
+def test_all_cases_equal_one_process_and_every_export_is_among_them(worlds: Worlds) -> None:
     """Every loss by itself, every part with some loss; in a search on every split."""
+    rows = measure(worlds, filter(drawn, pml_matrix.cases()), all_runs if EVERY_CASE else some_runs)
+    assert wrong(rows) == []
     compared = [case for case, of in rows if not (case.inapplicable or any(x.unsupported for x in of.values()))]
     for loss in parts(losses):
         assert Case(loss) in compared, f"how is {loss} built? say so in BUILT, or in BASES that it is no loss"
