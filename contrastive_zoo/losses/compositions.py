@@ -251,9 +251,9 @@ def _member_stated(
     others = {name: x for name, x in arguments.items() if name not in rows}
     host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
     inputs = Inputs(rows, local=loss.has_row_indices(args, named), whole=True, host=host)
-    return CallInputs(
-        type(loss).__name__, inputs, needs=Loss.needs(loss, inputs)._replace(engine="other", no_kernel=None)
-    )
+    names = tuple(rows)
+    needs = Loss.needs(loss, inputs)._replace(engine="other", anchors=names, candidates=names, no_kernel=None)
+    return CallInputs(type(loss).__name__, inputs, needs=needs)
 
 
 def _member_entries(index: int, loss: Loss, stated: CallInputs, width: int | None) -> Member:

@@ -85,6 +85,8 @@ def equal_arguments(
     equal = {name: of[0] & _KIND for name, of in zip(rows, digests, strict=True) if of[0] and len({*of}) == 1}
     embeddings = [of for x, of in zip(rows.values(), digests, strict=True) if x.dtype in DIFFERENTIABLE]
     by_rank = [*zip(*embeddings, strict=True)]
+    if len({*by_rank}) == len(by_rank):
+        return equal, ()
     for of_rank, count in Counter(by_rank).items():
         # a few numbers, as of masks, may be equal by chance on some ranks
         least = REPEATED if count == len(by_rank) else DISTINCT

@@ -108,7 +108,6 @@ class DistributedStep(ABC):
         agreed = shake_hands(statement, session)
         history.wrapper = agreed.wrapper
         session.state.alive[agreed.wrapper] = history
-        self.session = session = replace(session, opened=agreed.number)
         if agreed.shards:
             refuse_empty(self.name, agreed.shards[0])
         equal, copies = equal_arguments(self.rows, agreed.digests)
@@ -120,6 +119,7 @@ class DistributedStep(ABC):
         session.findings.anchors = {} if compares else None
         history.due = agreed.compares and not of_all
         reserve_payload(agreed.needed if of_all else self.sample_bytes if history.due else 0, session)
+        self.session = session = replace(session, opened=agreed.number)
         try:
             value = self.value(agreed, plan)
         except BaseException as error:
