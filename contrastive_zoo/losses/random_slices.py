@@ -231,11 +231,8 @@ class VISReg(_Views):
         normal = torch.arange(1, batch.total + 1, dtype=z.dtype, device=z.device) / (batch.total + 1)
         quantiles, unit = torch.special.ndtri(normal), (x / (scale.detach() + settings.eps)).view(z.shape)
         shape = sliced_distance(batch, unit, self.directions(), lambda _: quantiles)
-        return (
-            settings.scale_weight * (1 - scale).square().mean()
-            + settings.shape_weight * shape
-            + settings.center_weight * mean.square().mean()
-        )
+        loss = settings.scale_weight * (1 - scale).square().mean() + settings.shape_weight * shape
+        return loss + settings.center_weight * mean.square().mean()
 
 
 class RDMReg(_Sliced):

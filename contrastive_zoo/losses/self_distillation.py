@@ -167,10 +167,8 @@ class DINO(Loss, Averages, engine="statistics"):
             s, t = described(student), described(teacher)
             return f"student and teacher are [n, views, k], or [n, k], got student {s}, teacher {t}."
         if student.ndim == 3 and not (1 <= teacher.shape[1] <= student.shape[1] and student.shape[1] > 1):
-            return (
-                f"the student sees two or more views and the teacher the first of them, got {student.shape[1]} from the "
-                f"student and {teacher.shape[1]} from the teacher."
-            )
+            got = f"got {student.shape[1]} from the student and {teacher.shape[1]} from the teacher"
+            return f"the student sees two or more views and the teacher the first of them, {got}."
         if self.centre.shape != student.shape[-1:]:
             got = f"got {described(self.centre)} for {described(student)}"
             return f"the centre is as wide as outputs, {got}. Construct {type(self).__name__}(out_dim=…)."
