@@ -25,9 +25,6 @@ NAME = PACKAGE.name
 ROOMS = ["ranks", "engine", "loss_base", "losses", "wrapper", "metrics", "data", "adapters", "testing"]
 """Folders of the package; each imports only from those before it."""
 
-MEMORIES = {"losses.cross_batch_memory", "losses.nnclr", "losses.memory_queue"}
-"""Modules of losses that keep what all ranks have sent: more than a formula."""
-
 OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check", "cli", "console", "loss_evidence"))
 """Modules of testing that show, list and find losses; loss_evidence tries whether the wrapper repairs one."""
 
@@ -71,6 +68,7 @@ def room(module: str) -> int:
     return ROOMS.index(module.partition(".")[0])
 
 
+MEMORIES = {"losses.cross_batch_memory", "losses.nnclr", "losses.memory_queue"}  # which keep what all ranks have sent
 FORMULAS = [module for module in modules("losses") if module not in {"losses", *MEMORIES}]
 
 
