@@ -106,7 +106,7 @@ def test_equal_labels_warn_once_at_the_second_call_in_a_row(worlds: Worlds) -> N
 
     def heard(of_calls: list[Any], **options: Any) -> list[str]:
         loss = cz.DistributedLoss(with_other, **options)
-        return warned(*(lambda make=make: loss(z(), make()) for make in of_calls))
+        return warned(*(lambda make=make: loss(z(), make()) for make in of_calls), file=__file__)
 
     def job() -> list[list[str]]:
         first = heard([labels] * 4), heard([labels, others] * 3), heard([ones] * 3)

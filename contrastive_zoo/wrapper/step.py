@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import draw_from_generators, generators_kept, one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import Session, refuse
+from contrastive_zoo.ranks.suggestions import warn_once
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import JOINED, CallHistory, join_problem
@@ -331,7 +331,7 @@ class ThirdPartyStep(DistributedStep):
             raise ValueError(f"{self.name}: {problem}")
         numbered = [path for path, numbers in equal.items() if path in without_role and numbers == REPEATED]
         for path in self.history.equal_again(numbered):
-            warnings.warn(f"{self.name}: {_EQUAL_AGAIN.format(path=path, quoted=repr(path))}", stacklevel=2)
+            warn_once(f"{self.name}: {_EQUAL_AGAIN.format(path=path, quoted=repr(path))}")
 
     def statement(self) -> Statement:
         call, arguments = self.call, self.call.inputs
