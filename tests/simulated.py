@@ -185,13 +185,9 @@ def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
         yield mode
 
 
-DRAWN = {"SIGReg", "LeJEPA, three views", "VISReg, three views", "RDMReg"}
-"""Losses of the zoo that draw other random numbers on an accelerator than on a CPU."""
-
-
 def draws_of_a_device(name: str) -> AbstractContextManager[Any]:
-    """Make a loss of the zoo draw on the CPU what it draws on an accelerator."""
-    is_drawn = name in DRAWN or name.startswith("RDMReg")
+    """Make a loss of the zoo draw on the CPU what it draws on an accelerator, which are other random numbers."""
+    is_drawn = name.startswith(("SIGReg", "LeJEPA", "VISReg", "RDMReg"))
     return patch.object(devices, "on_cpu", lambda x: False) if is_drawn else nullcontext()
 
 

@@ -16,8 +16,8 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, drawn, error_message, local_shard, numbers
-from tests.losses import whole_zoo, zoo_softmax
+from tests.helpers import EVERY_CASE, Value, close, drawn, error_message, local_shard, numbers
+from tests.losses.whole_zoo import EVERY
 from tests.test_extremes import Result, formula, nudged, ordinary
 from tests.zoo import ZOO, Entry
 
@@ -37,22 +37,9 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INPUTS = {name: (dtype, False) for name, dtype in DTYPES.items()} | {"autocast": (torch.float32, True)}
 
-# the one whose keys are functions of queries that 16 bits round; the others' are made exact below
-EVERY = [entry for entry in whole_zoo.EVERY if entry.name != "MultiPositive, several targets"]
 OF_PAIRS = [x for x in EVERY if x.name in ("NTXent", "NTXent, three views", "SupCon", "Clip", "SigLIP")]
 NARROW = [name for name in INPUTS if name != "float32"]
 EPS = torch.finfo(torch.float32).eps
-
-
-@pytest.fixture
-def exact_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the table makes out of embeddings, a second tower and teachers, is the same numbers in every dtype."""
-
-    def teacher(*rows: Tensor) -> list[Tensor]:
-        return [(3 * x.detach().to(torch.float64)).sin().to(torch.bfloat16).to(x.dtype) for x in rows]
-
-    monkeypatch.setattr(zoo_softmax, "second_tower", lambda z: z.flip(1))
-    monkeypatch.setattr(zoo_softmax, "teacher", teacher)
 
 
 Shape = tuple[int, int]
@@ -114,7 +101,6 @@ def test_no_loss_is_left_out() -> None:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("exact_arguments")
 def test_every_loss_costs_what_32_bits_cost(entry: Entry, inputs: str, shape: Shape, temperature: float) -> None:
     dtype, autocast = INPUTS[inputs]
     rows, bound = short_rows(entry, dtype, shape), Bound.of(entry, dtype, shape, temperature)
@@ -129,7 +115,6 @@ def test_every_loss_costs_what_32_bits_cost(entry: Entry, inputs: str, shape: Sh
         bound.check(result)
 
 
-@pytest.mark.usefixtures("exact_arguments")
 @pytest.mark.parametrize("entry", EVERY[:: 1 if EVERY_CASE else 2], ids=str)
 def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
     found = formula(entry, short_rows(entry, torch.bfloat16), 0.1, torch.bfloat16)
@@ -211,9 +196,7 @@ def cubic(z: Tensor, labels: Tensor) -> Tensor:
 SAMPLES = numbers(len(LABELS), 3, seed=1)
 
 
-def penalised(
-    value: Callable[[Tensor, Tensor], Tensor], bare: Callable[[Tensor, Tensor], Tensor], x: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
+def penalised(value: Value, bare: Value, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     encoder = numbers(3, 4, seed=0).requires_grad_()
     z = x @ encoder
     with cz.engine.plain_formulas():
@@ -221,11 +204,10 @@ def penalised(
         penalty = (gradient.square().sum(1).sqrt() - 1).square().mean()
         first = value(z, labels)
     (first + penalty).backward()
-    assert encoder.grad is not None
     return (first + penalty).detach(), encoder.grad
 
 
-BARE: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+BARE: dict[str, tuple[Value, Value]] = {
     "own": (cz.SupCon(), lambda z, labels: cz.SupCon()(z, labels, world=cz.World.of())),
     "third-party": (cubic, lambda z, labels: cubic(all_gather(z, gradient="complete"), all_gather(labels))),
 }

@@ -186,8 +186,7 @@ class BatchHard(cz.RowLoss):
 
 
 def dense_batch_hard(z: Tensor, labels: Tensor, temperature: Any = None, reduction: str = "mean") -> Tensor:
-    similarity = unit(z) @ unit(z).T
-    positive, negative = (labels[:, None] == labels) & ~itself(z), labels[:, None] != labels
+    similarity, (positive, negative) = unit(z) @ unit(z).T, masks(labels)
     farthest, nearest = similarity.masked_fill(~positive, 2).amin(1), similarity.masked_fill(~negative, -2).amax(1)
     valid = positive.any(1) & negative.any(1)
     losses = F.softplus(nearest - farthest + 0.25).where(valid, 0)

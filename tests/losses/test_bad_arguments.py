@@ -1,7 +1,5 @@
 """Arguments and settings that do not fit, sizes beyond memory and numbers beyond float32: what came, and the fix."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +30,6 @@ def nested(x: Tensor) -> Tensor:
         return torch.nested.nested_tensor([*x])
 
 
-def jagged(x: Tensor) -> Tensor:
-    return torch.nested.nested_tensor([*x], layout=torch.jagged)
-
-
 def spoilt(x: Tensor) -> Tensor:
     """Return NaN in sample 2; integers as floats."""
     is_bad = (torch.arange(len(x)) == 2).view(-1, *[1] * (x.ndim - 1))
@@ -57,9 +51,7 @@ SPOILT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 """Mistakes in one argument, and what is said of it by its name."""
 
-Z64, IDS, MASK = numbers(3, 2, seed=0), torch.arange(3), torch.ones(3, 2).bool()
-
-SETS = Z64[:, None].repeat(1, 2, 1)
+Z64, SETS, IDS, MASK = numbers(3, 2, seed=0), numbers(3, 2, 2, seed=0), torch.arange(3), torch.ones(3, 2).bool()
 OF_MASKS = "query_mask document_mask negative_mask"
 OF_IDS = "owners document_ids negative_ids query_ids dataset_ids"
 

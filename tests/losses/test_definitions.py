@@ -23,7 +23,6 @@ from tests.zoo import Entry
 
 every_loss = pytest.mark.parametrize("entry", EVERY, ids=str)
 
-
 PATHS: dict[str, Callable[[], Any]] = {
     "engine": contextlib.nullcontext,
     "low blocks": lambda: patch.multiple(tiling, BLOCK_BYTES=500, TILE_BYTES=500),

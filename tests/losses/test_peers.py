@@ -81,6 +81,7 @@ def called(loss: nn.Module) -> Loss:
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 DIRECTIONS = [(ALL[:1], "joint"), (ALL[:2], "joint"), (ALL, "joint"), ((ALL[0], ALL[2]), "per_direction")]
 HARDNESS = [None, "in_batch_negatives", "hard_negatives", "all_negatives"]
+GUIDES = drawn(["absolute", "relative"], [0.0, 0.2], [True, False], [True, False], one_in=2)
 
 
 @pytest.mark.parametrize(("direction", "hardness", "mined"), drawn(DIRECTIONS, HARDNESS, [0, 1, 2], one_in=2))
@@ -99,10 +100,7 @@ def test_multiple_negatives_ranking(direction: Any, hardness: Any, mined: int) -
         assert_same(ours, theirs, *columns)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "margin", "anchors", "positives"),
-    drawn(["absolute", "relative"], [0.0, 0.2], [True, False], [True, False], one_in=2),
-)
+@pytest.mark.parametrize(("strategy", "margin", "anchors", "positives"), GUIDES)
 def test_gist(strategy: Any, margin: float, anchors: bool, positives: bool) -> None:
     settings = {"temperature": 0.1, "margin_strategy": strategy, "margin": margin}
     settings |= {"contrast_anchors": anchors, "contrast_positives": positives}
@@ -268,10 +266,7 @@ def msn(labels: Tensor) -> tuple[Loss, Loss]:
 def distilled(labels: Tensor) -> tuple[Loss, Loss]:
     ours, teacher = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1), other_views(labels)
     theirs = peer("open_clip.loss.DistillClipLoss")()
-    return (
-        lambda *views: 2 * ours(*views, *teacher),
-        lambda *views: sum(theirs(*unit(*views), 5.0, *unit(*teacher), 10.0)),
-    )
+    return lambda *x: 2 * ours(*x, *teacher), lambda *x: sum(theirs(*unit(*x), 5.0, *unit(*teacher), 10.0))
 
 
 def tico(labels: Tensor) -> tuple[Loss, Loss]:
@@ -341,7 +336,6 @@ OF_IMAGES: dict[str, Peer] = {
     "IBOT": Peer(ibot),
     "ClipDistillation": Peer(distilled, 2),
 }
-
 
 PEERS = OF_TEXTS | OF_METRICS | OF_IMAGES
 

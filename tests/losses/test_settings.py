@@ -48,50 +48,31 @@ META = torch.empty((), device="meta")
 COLD = (0, 0.0, -0.1, math.inf, -math.inf, "0.1", None, torch.ones(2), torch.tensor(-1.0), np.float32(0), 1e-300, META)
 ANY = (math.inf, -math.inf, None, "1", 1e308, 10**400, -(2**63), torch.tensor(3, dtype=torch.uint8), META)
 LEARNT = tuple(x for x in COLD if x is not None)
-KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
-    (
-        "AdaFace.concentration AdaFace.scale AlignUniform.t ArcFace.scale CurricularFace.scale MagFace.scale "
-        "MagFace.low_norm MagFace.high_norm BarlowTwins.eps Circle.gamma ClipDistillation.teacher_temperature CosFace.scale "
-        "DINO.teacher_temperature KoLeo.eps LargeMarginSoftmax.scale LeJEPA.limit MultiSimilarity.alpha "
-        "MultiSimilarity.beta ProxyAnchor.alpha SIGReg.limit SoftTriple.gamma "
-        "ScoreDistillation.teacher_temperature SoftTriple.la SwAV.epsilon VICReg.eps "
-        "IBOT.teacher_temperature VISReg.eps RDMReg.scale",
-        (0.0, -1.0, *ANY),
-    ),
-    (
-        "BarlowTwins.lambda_ HCL.beta MNRL.hardness_strength Margin.nu RankedList.t_p "
-        "RankedList.t_n RankedList.epsilon SoftTriple.tau",
-        (-1.0, *ANY),
-    ),
-    (
-        "AdaFace.momentum ClipDistillation.weight CurricularFace.momentum DINO.centre_momentum IBOT.centre_momentum "
-        "LeJEPA.lambda_ RankedList.imbalance TiCo.beta VISReg.lambda_",
-        (-0.1, 1.1, *ANY),
-    ),
-    (
-        "LargeMarginSoftmax.margin LeJEPA.global_views LeJEPA.num_slices SIGReg.num_slices SwAV.code_views FastAP.num_bins "
-        "VISReg.global_views VISReg.num_slices RDMReg.num_slices",
-        (0, 1.5, *ANY),
-    ),
-    ("CosFace.sample_rate", (0.0, 1.1, *ANY)),
-    ("RDMReg.p", (0.01, 101.0, *ANY)),
-    ("LeJEPA.num_points SIGReg.num_points", (1, 2.5, *ANY)),
-    ("Contrastive.power SignalToNoise.power AlignUniform.alpha", (0.5, *ANY)),
-    ("HCL.tau_plus", (-0.1, 1.0, *ANY)),
-    ("DCL.sigma SupCon.base_temperature", (0.0, -1.0, "1")),
-    ("Clip.temperature SigLIP.temperature", LEARNT),
-    ("SigLIP.logit_bias MNRL.false_negative_margin", (math.inf, "1")),
-    ("Margin.beta", (math.inf, -math.inf)),
-    ("MultiSimilarity.epsilon", (math.inf, -math.inf, "1")),
-    ("Angular.alpha", (0.0, 90.0, *ANY)),
-    ("ArcFace.margin CurricularFace.margin MagFace.low_margin MagFace.high_margin", (-0.1, 3.2, *ANY)),
-    ("SwAV.iterations DINO.iterations IBOT.iterations MSN.iterations", (-1, 1.5, *ANY)),
-    ("MaxSim.top_k", (0, 1.5, math.inf, "1", 10**400)),
-    ("KoLeo.group_size", (1, 2.5, math.inf, "1", 10**400)),
-    ("TupletMargin.margin", (-1.0, 181.0, *ANY)),
+NAMES_BY_REFUSED: list[tuple[tuple[Any, ...], str]] = [
+    ((0.0, -1.0, *ANY), "concentration eps high_norm la limit low_norm scale t teacher_temperature Circle.gamma"),
+    ((0.0, -1.0, *ANY), "SoftTriple.gamma MultiSimilarity.alpha MultiSimilarity.beta ProxyAnchor.alpha SwAV.epsilon"),
+    ((-1.0, *ANY), "hardness_strength nu t_n t_p tau BarlowTwins.lambda_ HCL.beta RankedList.epsilon"),
+    ((-0.1, 1.1, *ANY), "centre_momentum imbalance momentum weight LeJEPA.lambda_ TiCo.beta VISReg.lambda_"),
+    ((0, 1.5, *ANY), "code_views global_views num_bins num_slices LargeMarginSoftmax.margin"),
+    ((0.0, 1.1, *ANY), "CosFace.sample_rate"),
+    ((0.01, 101.0, *ANY), "RDMReg.p"),
+    ((1, 2.5, *ANY), "num_points"),
+    ((0.5, *ANY), "power AlignUniform.alpha"),
+    ((-0.1, 1.0, *ANY), "tau_plus"),
+    ((0.0, -1.0, "1"), "sigma base_temperature"),
+    (LEARNT, "Clip.temperature SigLIP.temperature"),
+    ((math.inf, "1"), "logit_bias false_negative_margin"),
+    ((math.inf, -math.inf), "Margin.beta"),
+    ((math.inf, -math.inf, "1"), "MultiSimilarity.epsilon"),
+    ((0.0, 90.0, *ANY), "Angular.alpha"),
+    ((-0.1, 3.2, *ANY), "low_margin high_margin ArcFace.margin CurricularFace.margin"),
+    ((-1, 1.5, *ANY), "iterations"),
+    ((0, 1.5, math.inf, "1", 10**400), "top_k"),
+    ((1, 2.5, math.inf, "1", 10**400), "group_size"),
+    ((-1.0, 181.0, *ANY), "TupletMargin.margin"),
 ]
 """What losses refuse as numbers, where that is more or less than numbers that are not finite; a temperature is positive."""
-REFUSED = {name: values for names, values in KINDS_OF_NUMBERS for name in names.split()}
+REFUSED = {name: values for values, names in NAMES_BY_REFUSED for name in names.split()}
 
 OPTIONAL = {"negatives", "token mask"}
 
@@ -105,7 +86,8 @@ def subject(entry: Entry) -> Subject:
     given = {**case.settings, **({"num_slices": 8} if "num_slices" in entry.loss.fields else {})}
     of_losses = {name: x.default for name, x in entry.loss.fields.items() if x.init and name not in given}
     finite = {name: COLD if name == "temperature" else ANY for name, x in of_losses.items() if is_number(x)}
-    refused = finite | {key.partition(".")[2]: x for key, x in REFUSED.items() if key.startswith(f"{entry.cls}.")}
+    names = ((name, key) for name in entry.loss.fields for key in (name, f"{entry.cls}.{name}"))
+    refused = finite | {name: REFUSED[key] for name, key in names if key in REFUSED}
     refused.pop("sub_centers", None)
     rows = {name: torch.from_numpy(x) for name, x in case.arguments().items() if case.kinds[name] not in OPTIONAL}
     return Subject(entry.loss, (*rows.values(),), refused, given)
@@ -159,23 +141,15 @@ def test_what_makes_no_sense_is_refused_when_built_and_at_the_call(name: str) ->
         assert loss.settings_problem() is not None or is_module or name in ("DINO", "IBOT")
 
 
-SIZES_OF = (
-    "SwAV.num_prototypes SwAV.embedding_size DINO.out_dim NNCLR.size NNCLR.embedding_size "
-    "CosFace.num_classes CosFace.embedding_size CosFace.sub_centers Margin.num_classes "
-    "SoftTriple.num_classes TiCo.embedding_size"
-)
-"""Sizes, which are no attributes of consequence afterwards."""
-
-
 @pytest.mark.parametrize("value", [0, 1.5, NAN, "2", 2**62, torch.tensor(39, dtype=torch.uint8)])
 def test_sizes_are_refused_when_built(value: Any) -> None:
     rule = "an integer up to 2**53" if value == 2**62 else "at least 1"
-    for name, _, size in (x.partition(".") for x in SIZES_OF.split()):
-        kind = getattr(cz, name)
+    for kind in {entry.loss for entry in CATALOGUE.values()}:
         sizes = {key: 2 for key, of_field in kind.fields.items() if not of_field.kw_only}
-        said = said_by(lambda kind=kind, settings={**sizes, size: value}: kind(**settings))
-        assert said.startswith((f"{name}: ", "MemoryQueue: "))
-        assert rule in said or f"{size} is an integer, 1 …" in said, said
+        for size in {*sizes, *({"sub_centers", "num_classes"} & kind.fields.keys())}:
+            said = said_by(lambda kind=kind, settings={**sizes, size: value}: kind(**settings))
+            assert said.startswith((f"{kind.__name__}: ", "MemoryQueue: "))
+            assert rule in said or f"{size} is an integer, 1 …" in said, said
     assert rule in said_by(lambda: cz.MemoryQueue(value, 3))
     assert value == 2**62 or rule in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.loss import Inputs
-from tests.losses import zoo_softmax
+from tests.losses.zoo_softmax import second_tower
 from tests.zoo import Entry, dense_nt_xent, dense_sup_con, itself, log_sums, masks, mean_over, row, softplus, unit
 
 
@@ -53,7 +53,7 @@ class SupConOfMask(cz.SupCon):
     """Positives of the same class and of the next one, which is not symmetric; two views of each sample."""
 
     def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
-        return super().inputs(torch.stack([z, zoo_softmax.second_tower(z)], 1), labels)
+        return super().inputs(torch.stack([z, second_tower(z)], 1), labels)
 
     def compute(self, batch: Batch) -> Tensor:
         labels = batch.rows["labels"]
@@ -63,7 +63,7 @@ class SupConOfMask(cz.SupCon):
 
 
 def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    rows, steps = unit(torch.cat([z, zoo_softmax.second_tower(z)])), labels.repeat(2) - labels.repeat(2)[:, None]
+    rows, steps = unit(torch.cat([z, second_tower(z)])), labels.repeat(2) - labels.repeat(2)[:, None]
     positive = ((steps == 0) | (steps == 1)) & ~itself(rows)
     log_shares = (rows @ rows.T / temperature).masked_fill(itself(rows), -torch.inf).log_softmax(1)
     return -(log_shares.where(positive, 0).sum(1) / positive.sum(1)).mean()
@@ -72,7 +72,7 @@ def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
 def several_labels(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Three labels, made of classes and values, of which a sample may have none; two views."""
     several = torch.stack([labels % 2 == 0, z.detach()[:, 0] > 0, z.detach()[:, -1] < 0.3], 1).long()
-    return torch.stack([z, zoo_softmax.second_tower(z)], 1), several
+    return torch.stack([z, second_tower(z)], 1), several
 
 
 def dense_multi_label(z: Tensor, labels: Tensor, temperature: Any, min_jaccard: float = 0.0) -> Tensor:
@@ -93,13 +93,10 @@ def hierarchy(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hierarchy_of_views(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.stack([z, zoo_softmax.second_tower(z)], 1), hierarchy(z, labels)[1]
+    return torch.stack([z, second_tower(z)], 1), hierarchy(z, labels)[1]
 
 
-def dense_hmlc(
-    z: Tensor, labels: Tensor, temperature: Any, level_weights: Any = None, constrained: bool = True,
-    one_per_class: bool = True,
-) -> Tensor:  # fmt: skip
+def dense_hmlc(z, labels, temperature, level_weights=None, constrained=True, one_per_class=True) -> Tensor:
     """As the authors' code, which goes on with the first sample of each class, sorted by its labels."""
     rows, total, losses = z[:, None] if z.ndim == 2 else z, 0 * z.sum(), [z.new_zeros(())]
     for level in range(labels.shape[1], 0, -1):

@@ -26,20 +26,14 @@ METRICS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def dense_contrastive(
-    z: Tensor, labels: Tensor, metric: str = "distance", pos_margin: float = 0.0, neg_margin: float = 1.0,
-    power: int = 1, average: str = "nonzero",
-) -> Tensor:  # fmt: skip
+def dense_contrastive(z, labels, metric="distance", pos_margin=0.0, neg_margin=1.0, power=1, average="nonzero"):
     d, (positive, negative) = METRICS[metric](unit(z)), masks(labels)
     low, high = (-pos_margin, -neg_margin) if metric == "similarity" else (pos_margin, neg_margin)
     of_positives, of_negatives = (d - low).relu()[positive] ** power, (high - d).relu()[negative] ** power
     return mean_over(of_positives, average) + mean_over(of_negatives, average)
 
 
-def dense_triplet(
-    z: Tensor, labels: Tensor, margin: float = 0.3, metric: str = "distance", mining: str = "all", soft: bool = False,
-    average: str = "nonzero",
-) -> Tensor:  # fmt: skip
+def dense_triplet(z, labels, margin=0.3, metric="distance", mining="all", soft=False, average="nonzero") -> Tensor:
     d, (positive, negative) = METRICS[metric](unit(z)), masks(labels)
     if mining == "hard":
         farthest, nearest = d.masked_fill(~positive, -torch.inf).amax(1), d.masked_fill(~negative, torch.inf).amin(1)
@@ -142,9 +136,7 @@ def in_two_dimensions(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return z, torch.stack([labels % 3, labels // 3], 1)
 
 
-def dense_rank_n_contrast(
-    z: Tensor, labels: Tensor, temperature: float, metric: str = "distance", normalize: bool = False
-) -> Tensor:
+def dense_rank_n_contrast(z: Tensor, labels: Tensor, temperature, metric="distance", normalize=False) -> Tensor:
     logits, others = -METRICS[metric](unit(z) if normalize else z) / temperature, ~itself(z)
     labels = labels.flatten(1) if labels.ndim > 1 else labels[:, None]
     far = (labels[:, None] - labels).abs().sum(2)

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.losses import zoo_softmax
+from tests.losses.zoo_softmax import second_tower, teacher
 from tests.zoo import Entry, itself, row, unit
 
 
 def scored(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Some pairs have equal scores."""
-    return z, zoo_softmax.second_tower(z), labels / 3
+    return z, second_tower(z), labels / 3
 
 
 def of_parity(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    return z, zoo_softmax.second_tower(z), labels % 2
+    return z, second_tower(z), labels % 2
 
 
 def angle(q: Tensor, k: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def dense_mega_batch_margin(q: Tensor, k: Tensor) -> Tensor:
 
 
 def scores_of(*rows: Tensor) -> Tensor:
-    return torch.stack([x[:, 0] for x in zoo_softmax.teacher(*rows)], 1)
+    return torch.stack([x[:, 0] for x in teacher(*rows)], 1)
 
 
 def margins_of(q: Tensor, p: Tensor, *negatives: Tensor) -> tuple[Tensor, ...]:
@@ -70,8 +70,8 @@ def scored_candidates(q: Tensor, *candidates: Tensor) -> tuple[Tensor, ...]:
 
 def dense_score_distillation(q: Tensor, candidates: Tensor, scores: Tensor, temperature: Any = 1.0) -> Tensor:
     student = (q[:, None] * candidates).sum(2) / temperature
-    teacher = (scores / 0.7).softmax(1)
-    return (teacher * (teacher.log() - student.log_softmax(1))).sum(1).mean() * temperature**2
+    targets = (scores / 0.7).softmax(1)
+    return (targets * (targets.log() - student.log_softmax(1))).sum(1).mean() * temperature**2
 
 
 COOL = {"teacher_temperature": 0.7}
@@ -88,9 +88,8 @@ ENTRIES = [
 
 def dense_xtr(q: Tensor, q_mask: Tensor | None, sets: list[tuple[Tensor, Tensor | None]], top_k: int) -> Tensor:
     """Query by query, token by token."""
-    documents = [
-        x[mask != 0] for d, m in sets for x, mask in zip(d, d[..., 0] * 0 + 1 if m is None else m, strict=True)
-    ]
+    masked = ((d, d[..., 0] * 0 + 1 if mask is None else mask) for d, mask in sets)
+    documents = [x[mask != 0] for of_set in masked for x, mask in zip(*of_set, strict=True)]
     scores = []
     for i, tokens in enumerate(q):
         found: list[list[Tensor]] = [[] for _ in documents]
@@ -115,10 +114,8 @@ def dense_scores(q: Tensor, d: Tensor, q_mask: Tensor | None, d_mask: Tensor | N
 
 
 def dense_max_sim(
-    queries: Tensor, documents: Tensor, query_mask: Tensor | None = None, document_mask: Tensor | None = None,
-    negatives: Tensor | None = None, negative_mask: Tensor | None = None,
-    *, temperature: Any = 1.0, token_reduction: str = "sum", hardest: bool = False,
-    top_k: int | None = None,
+    queries, documents, query_mask=None, document_mask=None, negatives=None, negative_mask=None,
+    *, temperature=1.0, token_reduction="sum", hardest=False, top_k=None,
 ) -> Tensor:  # fmt: skip
     """MaxSim, or, against the hardest document alone, MaxSimPairwise."""
     further = [] if negatives is None else [(negatives, negative_mask)]

@@ -10,10 +10,12 @@ from torch import Tensor
 import contrastive_zoo as cz
 from tests.zoo import Entry, dense_clip, dense_siglip, info_nce, itself, row, unit
 
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
 
 def second_tower(z: Tensor) -> Tensor:
-    """Keys made of queries, row by row, for losses that are called with labels here."""
-    return z.flip(1) + 0.5 * z
+    """Keys made of queries, without rounding, for losses that are called with labels here."""
+    return z.roll(1, 1)
 
 
 def two_towers(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -22,14 +24,11 @@ def two_towers(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
 
 def several_targets(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Keys of the embedding's class and, a third as much, of the next one."""
-    keys, weights = torch.cat([second_tower(z), z.sin()]), z.detach().new_tensor([3.0, 1.0]).repeat(len(z), 1)
+    keys, weights = torch.cat([second_tower(z), -z.flip(1)]), z.detach().new_tensor([3.0, 1.0]).repeat(len(z), 1)
     return z, keys, torch.stack([labels, labels + 1], 1), labels.repeat(2), weights
 
 
-def dense_multi_positive(
-    q: Tensor, k: Tensor, ids: Tensor, key_ids: Tensor | None = None, weights: Tensor | None = None,
-    *, temperature: Any, duplicates: str = "positive", symmetric: bool = False,
-) -> Tensor:  # fmt: skip
+def dense_multi_positive(q, k, ids, key_ids=None, weights=None, *, temperature, duplicates="positive", symmetric=False):
     weights = q.new_ones(len(q), 1) if weights is None else weights
     matches = ids.view(len(q), -1, 1) == (ids if key_ids is None else key_ids)
     targets = (weights[..., None] * matches).sum(1)
@@ -44,9 +43,7 @@ def dense_multi_positive(
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
 
 
-def dense_smoothed(
-    q: Tensor, k: Tensor, x: Tensor, temperature: Any, label_smoothing: float, symmetric: bool
-) -> Tensor:
+def dense_smoothed(q: Tensor, k: Tensor, x: Tensor, temperature, label_smoothing: float, symmetric: bool) -> Tensor:
     how = (1 / temperature, "mean", label_smoothing)
     losses = [info_nce(unit(q), unit(torch.cat([k, x])), *how), info_nce(unit(k), unit(q), *how)]
     return torch.stack(losses[: 1 + symmetric]).mean()
@@ -63,7 +60,7 @@ def dense_smoothed_pairs(q: Tensor, k: Tensor, x: Tensor, temperature: Any, labe
 
 
 def captions(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    return z, torch.cat([second_tower(z), z.roll(1, 1)]), labels, torch.cat([labels, labels + 1])
+    return z, torch.cat([second_tower(z), z.flip(1)]), labels, torch.cat([labels, labels + 1])
 
 
 def dense_siglip_ids(x: Tensor, y: Tensor, ids: Tensor, text_ids: Tensor | None = None, *, temperature: Any) -> Tensor:
@@ -73,17 +70,15 @@ def dense_siglip_ids(x: Tensor, y: Tensor, ids: Tensor, text_ids: Tensor | None 
 
 
 def teacher(*rows: Tensor) -> list[Tensor]:
-    return [(3 * x).sin().detach() for x in rows]
+    return [x.detach().roll(2, 1).clamp(-1, 1) for x in rows]
 
 
 def with_teacher(*rows: Tensor) -> list[Tensor]:
     return [*rows, *teacher(*rows)]
 
 
-def dense_distillation(
-    x: Tensor, y: Tensor, u: Tensor, v: Tensor, temperature: Any, weight: float = 0.5, teacher_temperature: float = 0.07
-) -> Tensor:
-    x, y, u, v = (unit(rows) for rows in (x, y, u, v))
+def dense_distillation(*rows: Tensor, temperature: Any, weight=0.5, teacher_temperature=0.07) -> Tensor:
+    x, y, u, v = map(unit, rows)
     s, t, eye = x @ y.T / temperature, u @ v.T / teacher_temperature, torch.eye(len(x), dtype=x.dtype)
     targets = [(1 - weight) * eye + weight * logits.softmax(1) for logits in (t, t.T)]
     return (F.cross_entropy(s, targets[0]) + F.cross_entropy(s.T, targets[1])) / 2
@@ -124,10 +119,8 @@ def of_equal_ids(shape: Tensor, *ids: Tensor) -> Tensor:
 
 
 def dense_mnrl(
-    q: Tensor, d: Tensor, negatives: Tensor, owners: Tensor, *ids: Tensor,
-    temperature: Any, directions: tuple[str, ...] = ("query_to_doc",), partition_mode: str = "joint",
-    hardness_mode: str | None = None, hardness_strength: float = 0.0, false_negative_margin: float = math.inf,
-    margin_strategy: str = "absolute", mask_doc_to_doc: bool = True,
+    q, d, negatives, owners, *ids, temperature, directions=ALL[:1], partition_mode="joint", hardness_mode=None,
+    hardness_strength=0.0, false_negative_margin=math.inf, margin_strategy="absolute", mask_doc_to_doc=True,
 ) -> Tensor:  # fmt: skip
     q, d, documents, is_pair = unit(q), unit(d), unit(torch.cat([d, negatives])), itself(q)
     is_own = torch.cat([is_pair, owners == torch.arange(len(q))[:, None]], 1)
@@ -154,10 +147,7 @@ def dense_mnrl(
     return ((torch.cat(chosen, 1).logsumexp(1) if each is None else each) - own[:, 0] / temperature).mean()
 
 
-def dense_mnrl_of_datasets(
-    q: Tensor, d: Tensor, negatives: Tensor, owners: Tensor, *ids: Tensor, temperature: Any,
-    directions: tuple[str, ...] = ("query_to_doc",), in_batch_negatives: bool = True,
-) -> Tensor:  # fmt: skip
+def dense_mnrl_of_datasets(q, d, negatives, owners, *ids, temperature, directions=ALL[:1], in_batch_negatives=True):
     """The batches of the data sets side by side; a pair without others is a data set."""
     n, total = len(q), 0 * q.sum()
     datasets = ids[-1] if in_batch_negatives else torch.full((n,), -1)
@@ -178,10 +168,7 @@ def guided(a: Tensor, p: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return a, p, *guides[:2], x, guides[2]
 
 
-def dense_gist(
-    a: Tensor, p: Tensor, ga: Tensor, gp: Tensor, *negatives: Tensor,
-    temperature: Any, margin: float = 0.0, margin_strategy: str = "absolute",
-) -> Tensor:  # fmt: skip
+def dense_gist(a, p, ga, gp, *negatives, temperature: Any, margin: float = 0.0, margin_strategy="absolute") -> Tensor:
     a, p, ga, gp, *pair = (unit(x) for x in (a, p, ga, gp, *negatives))
     x, gx = pair[:1], pair[1:]
     agreed, own = (ga * gp).sum(1, keepdim=True), (a * p).sum(1, keepdim=True)
@@ -249,7 +236,6 @@ def learnt(cls: Any) -> Any:
     return make
 
 
-ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 BOTH = ("query_to_doc", "doc_to_query")
 SMOOTHED, OWN_KEY = {"label_smoothing": 0.3}, {"in_batch_negatives": False}
 QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")

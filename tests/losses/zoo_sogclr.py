@@ -7,7 +7,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from tests.losses.zoo_statistics import widened
-from tests.zoo import Entry, itself, row, unit
+from tests.zoo import itself, row, unit
 
 SAMPLES = 5
 BEFORE = torch.tensor([[0.0, -0.5, 1.0, 0.3, 2.0], [0.7, 0.0, -1.0, 0.4, 1.5]])
@@ -49,9 +49,7 @@ def estimated(a: Tensor, b: Tensor, before: Tensor, t: Tensor, gamma: float, rho
     return (t * (log_u + rho)).mean(0) - (0 if bimodal else (a * b).sum(1))
 
 
-def dense_sogclr(
-    a: Tensor, b: Tensor, ids: Tensor, temperature: Any, gamma: float = 0.9, rho: float = 0.0, bimodal: bool = False
-) -> Tensor:
+def dense_sogclr(a: Tensor, b: Tensor, ids: Tensor, temperature, gamma=0.9, rho=0.0, bimodal=False) -> Tensor:
     log_u = BEFORE[: 1 + bimodal, ids.long()].double().expand(2, -1)
     t = torch.as_tensor(temperature, dtype=a.dtype).expand(2, len(a))
     return estimated(unit(a), unit(b), log_u.exp().where(log_u != 0, 0), t, gamma, rho, bimodal).mean()
@@ -68,15 +66,12 @@ def remember(loss: cz.SogCLR) -> None:
         loss.temperatures.data.copy_(TEMPERATURES[: len(loss.log_u)].flatten())
 
 
-def of_samples(name: str, dense: Any, **how: Any) -> Entry:
-    return row(name, dense, "views", with_ids, prepare=remember, num_samples=SAMPLES, **how)
-
-
-LEARNT = {"temperature": 0.1, "temperature_range": (0.1, 0.7), "rho": 0.3}
+DATA: dict[str, Any] = {"prepare": remember, "num_samples": SAMPLES}
+LEARNT = {"temperature": 0.1, "temperature_range": (0.1, 0.7), "rho": 0.3, **DATA}
 
 ENTRIES = [
-    of_samples("SogCLR", dense_sogclr),
-    of_samples("SogCLR, two towers", dense_sogclr, bimodal=True, gamma=0.4, rho=0.5),
-    of_samples("SogCLR, learnt temperatures", dense_isogclr, **LEARNT),
-    of_samples("SogCLR, learnt temperatures of two towers", dense_isogclr, bimodal=True, **LEARNT),
+    row("SogCLR", dense_sogclr, "views", with_ids, **DATA),
+    row("SogCLR, two towers", dense_sogclr, "views", with_ids, bimodal=True, gamma=0.4, rho=0.5, **DATA),
+    row("SogCLR, learnt temperatures", dense_isogclr, "views", with_ids, **LEARNT),
+    row("SogCLR, learnt temperatures of two towers", dense_isogclr, "views", with_ids, bimodal=True, **LEARNT),
 ]

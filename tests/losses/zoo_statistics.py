@@ -1,7 +1,6 @@
 """Feature statistics, clusters and teachers for the table of losses under test, each with its paper's dense formula."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,19 +9,18 @@ from scipy import stats
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
+from tests.helpers import numbers
 from tests.losses.zoo_softmax import own_negatives
-from tests.zoo import itself, roots, row
+from tests.zoo import itself, roots, row, unit
 
 PROTOTYPES, WIDTH = 5, 8
 
 
 def fixed_prototypes() -> Tensor:
-    generator = torch.Generator().manual_seed(4)
-    return torch.randn(PROTOTYPES, WIDTH, dtype=torch.float32, generator=generator).double()
+    return numbers(PROTOTYPES, WIDTH, seed=4, dtype=torch.float32).double()
 
 
 def widened(*views: Tensor) -> tuple[Tensor, ...]:
@@ -57,22 +55,13 @@ def predicted(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
     return z1, z2, z1.flip(1), z2.flip(1)
 
 
-class NegativeCosineOfViews(cz.NegativeCosine):
-    """SimSiam's two directions, without its predictor and factor."""
-
-    def compute(self, batch: Batch) -> Tensor:
-        exchanged = replace(batch, rows=dict(reversed([*batch.rows.items()])))
-        return super().compute(batch) + super().compute(exchanged)
-
-
 def ramp() -> Tensor:
     return torch.linspace(-1, 1, WIDTH, dtype=torch.float32).double()
 
 
 def remembered() -> Tensor:
     """Unit embeddings of a memory, the same on every process."""
-    generator = torch.Generator().manual_seed(5)
-    return F.normalize(torch.randn(6, WIDTH, dtype=torch.float32, generator=generator).double(), dim=1)
+    return unit(numbers(6, WIDTH, seed=5, dtype=torch.float32).double())
 
 
 def remember(loss: cz.NNCLR) -> None:
@@ -99,11 +88,9 @@ def dense_barlow_twins(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense_align_uniform(a: Tensor, b: Tensor) -> Tensor:
-    """As the authors' code writes it, λ = 1."""
-    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
-    # by hand: pdist cannot be differentiated twice
-    i, j = torch.tril_indices(len(a), len(a), -1)
-    pairs = [(x[i] - x[j]).square().sum(1) for x in (a, b)] if len(i) else []
+    """As the authors' code writes it, λ = 1; by hand, as pdist cannot be differentiated twice."""
+    a, b = unit(a), unit(b)
+    pairs = [(x[:, None] - x).square().sum(2)[~itself(x)] for x in (a, b)] if len(a) > 1 else []
     uniform = [x.mul(-2).exp().mean().log() for x in pairs]
     return (a - b).norm(dim=1).pow(2).mean() + sum(uniform, torch.zeros(())) / 2
 
@@ -119,14 +106,11 @@ def sinkhorn(scores: Tensor, epsilon: float) -> Tensor:
     return (q / q.sum(0, keepdim=True)).T
 
 
-def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor:
-    c = F.normalize(fixed_prototypes(), dim=1)
-    scores = [F.normalize(z, dim=1) @ c.T for z in views]
-    losses = []
-    for u in range(codes):
-        q = sinkhorn(scores[u], 0.05)
-        losses += [-(q * F.log_softmax(s / temperature, 1)).sum(1).mean() for v, s in enumerate(scores) if v != u]
-    return torch.stack(losses).mean()
+def dense_swav(*views: Tensor, temperature: Any = 0.1) -> Tensor:
+    scores = [unit(z) @ unit(fixed_prototypes()).T for z in views]
+    codes, log_shares = [sinkhorn(s, 0.05) for s in scores[:2]], [(s / temperature).log_softmax(1) for s in scores]
+    pairs = [(q, s) for u, q in enumerate(codes) for v, s in enumerate(log_shares) if v != u]
+    return torch.stack([-(q * s).sum(1).mean() for q, s in pairs]).mean()
 
 
 def masked_views(*views: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,12 +209,10 @@ def dense_rdmreg(a: Tensor, b: Tensor, p: float = 1.0) -> Tensor:
 
 
 def dense_koleo(z: Tensor, group_size: int = 10**6) -> Tensor:
-    z, losses = F.normalize(z, dim=1), []
-    for group in z.split(group_size):
-        for i in range(len(group) if len(group) > 1 else 0):
-            near = torch.stack([(group[i] - x).square().sum() for j, x in enumerate(group) if j != i]).min(0).values
-            losses.append(-((near.sqrt() if near > 1e-29 else 0 * near) + 1e-8).log())
-    return torch.stack(losses).mean() if losses else 0 * z.sum()
+    groups = [x for x in unit(z).split(group_size) if len(x) > 1]
+    squares = [(x[:, None] - x).square().sum(2).masked_fill(itself(x), torch.inf).min(1).values for x in groups]
+    losses = [-(roots(x) + 1e-8).log() for x in squares]
+    return torch.cat(losses).mean() if losses else 0 * z.sum()
 
 
 def dense_orthogonal(z: Tensor) -> Tensor:
@@ -239,8 +221,7 @@ def dense_orthogonal(z: Tensor) -> Tensor:
 
 
 def dense_negative_cosine(a: Tensor, b: Tensor) -> Tensor:
-    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
-    return -((a * b.detach()).sum(1) + (b * a.detach()).sum(1)).mean()
+    return -(unit(a) * unit(b).detach()).sum(1).mean()
 
 
 def dense_cyclic_consistency(x: Tensor, y: Tensor, cross_modal: float = 0.25, in_modal: float = 0.25) -> Tensor:
@@ -279,7 +260,7 @@ ENTRIES = [
     row("KoLeo", dense_koleo, "labels", embeddings_alone),
     row("KoLeo, groups", dense_koleo, "labels", embeddings_alone, group_size=3),
     row("OrthogonalRegularization", dense_orthogonal, "labels", embeddings_alone),
-    row("NegativeCosine", dense_negative_cosine, kind=NegativeCosineOfViews),
+    row("NegativeCosine", dense_negative_cosine, "views", lambda a, b: (torch.cat([a, b]), torch.cat([b, a]))),
     row("FLOPS", dense_flops, "views", own_negatives, 4, query_weight=0.5),
     row("SwAV", dense_swav, "views", widened, **CLUSTERS),
     row("SwAV, three views", dense_swav, "views", widened, 3, **CLUSTERS),

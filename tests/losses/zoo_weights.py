@@ -11,6 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.ranks.random_keys import random_keys
+from tests.helpers import numbers
 from tests.zoo import Entry, row
 
 CLASSES, WIDTH = 64, 8
@@ -19,7 +20,7 @@ CLASSES, WIDTH = 64, 8
 
 def fixed_weights(centers: int = 1) -> Tensor:
     shape = (CLASSES, WIDTH) if centers == 1 else (CLASSES, centers, WIDTH)
-    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(5)).double()
+    return numbers(*shape, seed=5, dtype=torch.float32).double()
 
 
 PAST = {"mean_cosine": 0.25, "mean_norm": 2.0, "std_norm": 0.5, "step": 3}
@@ -63,10 +64,6 @@ def dense_normalized_softmax(z: Tensor, labels: Tensor, temperature: Any = 0.05)
 def dense_proxy_nca(z: Tensor, labels: Tensor, temperature: Any = 1 / 9) -> Tensor:
     distances = (F.normalize(z, dim=1)[:, None] - F.normalize(fixed_weights(), dim=1)).square().sum(2)
     return F.cross_entropy(-distances / temperature, labels)
-
-
-def dense_cos_face(z: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(64 * (cosines(z)[..., 0] - 0.35 * _one_hot(labels)), labels)
 
 
 def dense_arc_face(z: Tensor, labels: Tensor, sub_centers: int = 1, label_smoothing: float = 0.0) -> Tensor:
@@ -135,10 +132,7 @@ def with_keys(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return z, labels, logits, z.flip(1)[keyed], (labels + (z[:, -2] > 0))[keyed]
 
 
-def dense_paco(
-    z: Tensor, labels: Tensor, logits: Tensor, keys: Tensor | None = None, key_labels: Tensor | None = None,
-    *, temperature: Any = 0.2, alpha: float = 0.05, label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+def dense_paco(z, labels, logits, keys=None, key_labels=None, *, temperature=0.2, alpha=0.05, label_smoothing=0.0):
     """As the authors' code: one softmax over classes and samples, with a weight for each of its targets."""
     z, itself = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
     candidates, ids = z, labels
@@ -168,9 +162,7 @@ def dense_proxy_anchor(z: Tensor, labels: Tensor) -> Tensor:
     return positive[own.any(0)].mean() + negative.mean()
 
 
-def dense_large_margin(
-    z: Tensor, labels: Tensor, margin: int = 4, normalize_weights: bool = False, label_smoothing: float = 0.0
-) -> Tensor:
+def dense_large_margin(z: Tensor, labels: Tensor, margin=4, normalize_weights=False, label_smoothing=0.0) -> Tensor:
     w, target = fixed_weights(), labels[:, None]
     w = F.normalize(w, dim=1) if normalize_weights else w
     logits, norms = z @ w.T, (z.norm(dim=1, keepdim=True) * w.norm(dim=1)).gather(1, target)
@@ -188,7 +180,7 @@ SMOOTHED, SUB_CENTERS = {"label_smoothing": 0.2}, {"sub_centers": 3}
 ENTRIES = [
     of_classes("NormalizedSoftmax", dense_normalized_softmax),
     of_classes("ProxyNCA", dense_proxy_nca),
-    of_classes("CosFace", dense_cos_face),
+    of_classes("CosFace", dense_partial_fc, sample_rate=1.0),
     of_classes("CosFace, a part of the classes", dense_partial_fc, sample_rate=0.45, label_smoothing=0.2),
     of_classes("CosFace, those of the labels", dense_partial_fc, sample_rate=0.02),
     of_classes("ArcFace", dense_arc_face),
