@@ -111,8 +111,8 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
 
 
 def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worlds, worlds: Worlds) -> None:
-    expected = worlds.run(2, lambda: {name: of_cpu(name) for name in OTHER_ENTRIES})
-    found = device_worlds.run(2, lambda: {name: of_device(name) for name in OTHER_ENTRIES})
+    expected = worlds.run(2, lambda: {x.__name__: of_cpu(x) for x in OTHER_ENTRIES})
+    found = device_worlds.run(2, lambda: {x.__name__: of_device(x) for x in OTHER_ENTRIES})
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 

@@ -1,5 +1,6 @@
 """Every collective: values in any dtype, both derivatives as on one process, and adjoints that would be wrong."""
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -122,10 +123,11 @@ SUMS = [cz.collectives.all_reduce, cz.collectives.reduce_scatter]
 
 def test_a_mean_of_integers_is_the_same_on_one_process_and_two(worlds: Worlds) -> None:
     def job() -> list[Any]:
-        shards = {"shards": Shards((2, 0)[: dist.get_world_size()], dist.get_rank())}
-        named = [shards if run is cz.collectives.reduce_scatter else {} for run in SUMS]
+        scatter = partial(
+            cz.collectives.reduce_scatter, shards=Shards((2, 0)[: dist.get_world_size()], dist.get_rank())
+        )
         xs = torch.tensor([1, 0]), torch.tensor([True, False])
-        means = [partial(run, x, op="mean", **of) for run, of in zip(SUMS, named, strict=True) for x in xs]
+        means = [partial(run, x, op="mean") for run in (cz.collectives.all_reduce, scatter) for x in xs]
         return [error_message(mean) or mean() for mean in means]
 
     (alone,), (together, _) = (worlds.run(size, job) for size in (1, 2))
@@ -181,16 +183,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def test_rows_may_have_any_strides(worlds: Worlds) -> None:
-    def job() -> list[str]:
-        differ = []
-        for run in (*SUMS, cz.collectives.broadcast, cz.collectives.all_gather):
-            for name, view in LAYOUTS.items():
-                x = view(numbers(4, 4, seed=dist.get_rank()))
-                expected = run(x.clone(memory_format=torch.contiguous_format))
-                differ += [] if torch.equal(run(x), expected) else [f"{run.__name__} {name}"]
-        return differ
+    def job() -> None:
+        runs = *SUMS, cz.collectives.broadcast, cz.collectives.all_gather
+        for run, (name, view) in itertools.product(runs, LAYOUTS.items()):
+            x = view(numbers(4, 4, seed=dist.get_rank()))
+            assert torch.equal(run(x), run(x.clone(memory_format=torch.contiguous_format))), (run.__name__, name)
 
-    assert worlds.run(2, job) == [[], []]
+    worlds.run(2, job)
 
 
 def test_rows_are_split_as_tensor_split_does_unless_told(worlds: Worlds) -> None:
@@ -209,9 +208,7 @@ def derivatives(parts: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence
     return [*first, *torch.autograd.grad(again, xs, **options)]
 
 
-def errors(
-    worlds: Worlds, name: str, run: Run, sizes: tuple[int, ...], root: int, seed: int, complete: bool = False
-) -> list[float]:
+def errors(worlds: Worlds, name: str, run: Run, sizes, root: int, seed: int, complete: bool = False) -> list[float]:
     ranks = range(len(sizes))
 
     def drawn(rank: int) -> list[Tensor]:
@@ -334,25 +331,20 @@ def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> 
     assert found == [texts] * len(texts)
 
 
-def time_out_of_host_group() -> float:
-    with patch.object(World, "on_accelerators", True):
-        group = World.of(dist.new_group(timeout=timedelta(seconds=37)))._host_group
-        assert group is not None
-        return waiting_time(group)
-
-
-def error_without_an_interface() -> str:
+@patch.object(World, "on_accelerators", True)
+def of_host_groups() -> tuple[float, str]:
+    """Return the time-out of one, and the error of another that has no network interface."""
+    seconds = waiting_time(World.of(dist.new_group(timeout=timedelta(seconds=37)))._host_group)
     world = World.of(dist.new_group(), "NTXent, call 1")
-    nowhere = patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nowhere0"})
-    with patch.object(World, "on_accelerators", True), nowhere:
-        return str(error_message(lambda: world.exchange([1]), cz.CommunicationError))
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nowhere0"}):
+        return seconds, str(error_message(lambda: world.exchange([1]), cz.CommunicationError))
 
 
 def test_the_host_group_has_the_time_out_of_the_users_group_and_an_error_names_the_variable_of_gloo() -> None:
     """In a pool of its own: in that of all tests the name of a group may be taken, and one that was not made keeps it."""
     with Worlds(timeout=300.0) as worlds:
-        assert worlds.run(2, time_out_of_host_group) == [37.0, 37.0]
-        errors = worlds.run(2, error_without_an_interface)
-    for rank, found in enumerate(errors):
+        by_rank = worlds.run(2, of_host_groups)
+    for rank, (seconds, found) in enumerate(by_rank):
+        assert seconds == 37.0
         assert found.startswith(f"NTXent, call 1: rank {rank}: ranks that compute on accelerators agree through gloo")
         assert_says(found, "Set GLOO_SOCKET_IFNAME to a network interface … nowhere0")

@@ -263,7 +263,7 @@ def trained(answer: Callable[[Tensor], Any], wrap: Callable[[nn.Module], nn.Modu
     cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature()))(z, labels(5)).backward()
 
 
-def nested(z: Tensor) -> Tensor:
+def jagged(z: Tensor) -> Tensor:
     return torch.nested.nested_tensor([*z], layout=torch.jagged)
 
 
@@ -279,19 +279,18 @@ def read(lengths: tuple[int, ...] = LENGTHS, *, model: type[Reader] = Reader, to
 
 
 EMBEDDINGS = "rank 1: the encoder returns embeddings, dense tensors [n, …], got "
+INPUTS = "rank 1: each input must be a dense tensor, got "
 OF_ZERO_3 = later(nn.Parameter(torch.ones(D, IN)), ds_id=0)
 UNTRAINED = "the encoder's output has no gradient … Remove detach() and no_grad() from its forward"
 BAD: dict[str, Callable[[], Any]] = {
     f"{EMBEDDINGS}None": lambda: trained(by_rank(torch.clone, lambda z: None)),
     f"{EMBEDDINGS}float32 []": lambda: trained(by_rank(torch.clone, lambda z: {"z": z, "loss": z.sum()})),
-    f"{EMBEDDINGS}nested float32": lambda: trained(by_rank(torch.clone, nested)),
+    f"{EMBEDDINGS}nested float32": lambda: trained(by_rank(torch.clone, jagged)),
     f"{EMBEDDINGS}no output": lambda: trained(by_rank(torch.clone, lambda z: ())),
     f"{EMBEDDINGS[8:]}float32 [].": lambda: cz.GradCache(Answering(torch.sum), 5)(torch.ones(5, IN)),
     UNTRAINED: lambda: trained(torch.detach),
     f"{UNTRAINED}, or": lambda: trained(torch.no_grad()(torch.neg), DistributedDataParallel),
-    "rank 1: each input must be a dense tensor, got nested float32 [5, …]": lambda: chunked(
-        Answering(), by_rank(torch.clone, nested)(torch.ones(5, IN))
-    ),
+    f"{INPUTS}nested float32 [5, …]": lambda: chunked(Answering(), by_rank(torch.clone, jagged)(torch.ones(5, IN))),
     "samples has other arguments": lambda: chunked(mlp(), *by_rank((torch.ones(0, 7), "z"), (torch.ones(3, 7),))),
     "inputs carry a gradient": lambda: chunked(mlp(), numbers(2, IN, seed=0).requires_grad_(by_rank(False, True))),
     "one number of rows, got [2, 3]": lambda: chunked(TwoTowers(), torch.ones(2, IN), torch.ones(by_rank(2, 3), IN)),

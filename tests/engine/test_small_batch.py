@@ -1,8 +1,13 @@
-"""Small batches, as a CPU and as an accelerator compute them: value and gradients of the general path."""
+"""Small batches, as a CPU and as an accelerator compute them: value and gradients of the general path.
+
+Then what rounds their products of 16 bits: a setting of the process, which is left as it was.
+"""
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +18,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan, small_batch
-from contrastive_zoo.engine.precision import MIN_NORM
+from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding
 from contrastive_zoo.ranks import devices
 from tests.helpers import EVERY_CASE, called, close, drawn, numbers
 from tests.test_operators import dense_siglip, dense_softmaxes
@@ -161,3 +166,52 @@ def test_16_bits_under_autocast_are_multiplied_in_32() -> None:
     assert found.dtype == torch.float32
     unit = [torch.nn.functional.normalize(x.double(), dim=1) for x in (a, b)]
     close(found.double(), cz.NTXent(normalize=False)(*unit), 1e-6)
+
+
+MATMUL = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+
+
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "bf16"), ("cuda", "tf32")])
+def test_the_setting_is_that_of_the_device_and_comes_back(device: str, before: str, expected: str) -> None:
+    matmul, other = MATMUL[device], MATMUL["cpu" if device == "cuda" else "cuda"]
+    at_first, untouched = matmul.fp32_precision, other.fp32_precision
+    matmul.fp32_precision = before
+    try:
+        with contextlib.suppress(KeyError), matmul_rounding(torch.bfloat16, device):
+            assert (matmul.fp32_precision, other.fp32_precision) == (expected, untouched)
+            raise KeyError
+        assert matmul.fp32_precision == before
+    finally:
+        matmul.fp32_precision = at_first
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (None, "cuda"), (torch.float16, "cpu")])
+def test_nothing_is_set_where_nothing_would_be_won(dtype: torch.dtype | None, device: str) -> None:
+    before = {name: matmul.fp32_precision for name, matmul in MATMUL.items()}
+    with matmul_rounding(dtype, device):
+        assert {name: matmul.fp32_precision for name, matmul in MATMUL.items()} == before
+
+
+def test_threads_leave_the_setting_as_the_first_found_it() -> None:
+    """Those that overlap: the one that came first goes first."""
+    matmul = MATMUL["cpu"]
+    at_first = matmul.fp32_precision
+    both, first_has_left = threading.Barrier(2), threading.Event()
+
+    def first() -> None:
+        with matmul_rounding(torch.bfloat16, "cpu"):
+            both.wait()
+        first_has_left.set()
+
+    def second() -> str:
+        with matmul_rounding(torch.bfloat16, "cpu"):
+            both.wait()
+            first_has_left.wait()
+            return matmul.fp32_precision
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.submit(first), pool.submit(second)
+        one.result()
+        assert other.result() == "bf16"  # still rounded, while one is within
+    assert matmul.fp32_precision == at_first

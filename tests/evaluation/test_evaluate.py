@@ -223,13 +223,10 @@ def test_a_mistake_on_several_ranks_is_caught(mutant, worlds):
 
 ROWS, IDS = torch.eye(4), torch.arange(4)
 
-
-mine = partial(cz.data.mine_hard_negatives, ROWS, None, IDS, num_negatives=1)
-evaluate = partial(cz.metrics.evaluate, ROWS, labels=IDS % 2, metrics=["precision@1"])
 FAULTS = {
-    "evaluate": ("metrics.measurement.nearest_ranking", evaluate),
+    "evaluate": ("metrics.measurement.nearest_ranking", partial(cz.metrics.evaluate, ROWS, labels=IDS % 2)),
     "top_k": ("metrics.search.ordered", partial(cz.metrics.top_k, ROWS, k=1)),
-    "mine_hard_negatives": ("data.mining.scores_of", mine),
+    "mine_hard_negatives": ("data.mining.scores_of", partial(cz.data.mine_hard_negatives, ROWS, None, IDS)),
 }
 
 

@@ -17,7 +17,6 @@ SHARED = {80: 99 * 1024, 90: 227 * 1024}
 
 MATRIX = {80: "mma", 90: "wgmma"}
 
-
 EVERY = bool(os.environ.get("ALL_DTYPES"))
 DTYPES = [("bfloat16", "tf32"), ("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee")]
 CASES = [(chip, *of) for chip in (90, 80) for of in DTYPES][: None if EVERY else 1]

@@ -1,4 +1,4 @@
-"""The choice between torch and Triton: where a kernel is used, what is refused, and that no rank is left waiting."""
+"""The choice between torch and Triton: where a kernel is used, how often, what is refused; no rank is left waiting."""
 
 import re
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation as chosen
 from contrastive_zoo.engine import kernels, plan
+from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.implementation import LARGEST_MATRIX as LARGEST
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
 from contrastive_zoo.engine.plan import Needs, Plan, Rows, Situation, choose
@@ -26,7 +28,8 @@ from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import step
-from tests.helpers import drawn
+from tests.counted import counted
+from tests.helpers import drawn, refused
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_suite.crossover import H100, largest_matrix  # beside the benchmark that measures the table
@@ -95,13 +98,10 @@ def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestions, "ASKED", set())
 
 
-LACKING = ["triton", "triton.tools.tensor_descriptor"]
-"""Modules that are missing: Triton's installation, and what the Triton of torch 2.6 and 2.7 has not."""
-
-
-@pytest.mark.parametrize("module", LACKING)
+@pytest.mark.parametrize("module", ["triton", "triton.tools.tensor_descriptor"])
 @pytest.mark.usefixtures("suitable", "_unwarned")
 def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of torch 2.6 and 2.7 is, which has no tensor descriptors."""
     for name in [x for x in sys.modules if x.startswith("contrastive_zoo.engine.kernels.")]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("blocks", "softmax", "sigmoid"):  # as Python takes them from the package
@@ -164,7 +164,7 @@ def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RANKS_DIFFER = {
-    "choice": "rank 0 has torch, or triton above 3[0-9]{3} embeddings, rank 1 has triton",
+    "choice": "rank 0 has torch, or triton above 3 … embeddings, rank 1 has triton",
     "probe": "rank 0 has triton, rank 1 has triton, which is",
     "table": "rank 0 has torch, or triton above 3000 embeddings, rank 1 has torch, or triton above 3001",
 }
@@ -174,22 +174,17 @@ RANKS_DIFFER = {
 @pytest.mark.parametrize(("make", "small"), drawn([*LOSSES, cz.MNRL], [0, 1], one_in=2))
 @pytest.mark.parametrize(("differs", "text"), RANKS_DIFFER.items())
 def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make, small, differs, text, worlds: Worlds) -> None:
-    def job() -> str:
+    def bad() -> None:
         rank, lacks = dist.get_rank(), differs == "probe"
         with pytest.MonkeyPatch.context() as patch, splitting(not small):
             if differs == "table":
                 patch.setattr(step, "CHOOSES_KERNELS", f"torch, or triton above {3000 + rank} embeddings")
             patch.setattr(kernels, "device_problem", lambda device: None)
             patch.setattr(kernels, "installation_problem", lambda device: "is too old" if lacks and rank else None)
-            with (
-                cz.engine.use_implementation("triton" if lacks or (rank and differs == "choice") else "torch"),
-                pytest.raises(ValueError, match=text) as error,
-            ):
+            with cz.engine.use_implementation("triton" if lacks or (rank and differs == "choice") else "torch"):
                 cz.DistributedLoss(make())(torch.eye(3) + rank, torch.eye(3))
-        return str(error.value)
 
-    first, second = worlds.run(2, job)
-    assert first == second
+    refused(worlds, 2, bad, text)
 
 
 @pytest.mark.usefixtures("suitable", "_unwarned")
@@ -270,3 +265,46 @@ def test_precision_follows_either_setting_of_torch() -> None:
         assert blocks.precision_of(x) == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+ROWS, WIDTH, MOST = 600, 8, 12
+
+
+@pytest.fixture
+def launches(suitable: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Count launches of large batches, whose tiles with masks have a launch of their own."""
+    modules = ("blocks", "softmax", "sigmoid")
+    blocks, softmax, sigmoid = (pytest.importorskip(f"contrastive_zoo.engine.kernels.{x}") for x in modules)
+    kernel = MagicMock()
+    for name in ("log_sum_exps", "merge", "softmax_weights"):
+        monkeypatch.setattr(softmax, name, kernel)
+    monkeypatch.setattr(sigmoid, "sigmoid_pairs", kernel)
+    monkeypatch.setattr(blocks, "_capability", lambda device: 90)
+    monkeypatch.setattr(blocks, "SINGLE_LAUNCH_PAIRS", 0)
+    return kernel.__getitem__.return_value
+
+
+def most(make: Callable[[], Any], launches: Any, ranks: int) -> int:
+    """Return how many launches a rank has at most; what a launch does is not run here."""
+    counts = []
+    for rank in {0, ranks // 2, ranks - 1}:
+        launches.reset_mock()
+        rows = [torch.randn(ROWS, WIDTH).bfloat16().requires_grad_() for _ in range(2)]
+        with splitting(always=True), cz.engine.use_implementation("triton"):
+            counted(cz.DistributedLoss(make(), check_distinct=False), rows, [ROWS] * ranks, rank)
+        counts.append(launches.call_count)
+    return max(counts)
+
+
+@pytest.mark.parametrize("make", [cz.Clip, cz.NTXent, cz.SigLIP])
+def test_no_more_launches_on_more_ranks(make: Callable[[], Any], launches: Any) -> None:
+    for ranks in (1, 3, 8):
+        assert 0 < most(make, launches, ranks) <= MOST, ranks
+
+
+def test_launches_for_each_rank_would_be_counted(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_rank(self: GatherExchange, prepare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        return (([block], prepare(x)) for block, x in zip(self.blocks, self, strict=True))
+
+    monkeypatch.setattr(GatherExchange, "windows", by_rank)
+    assert most(cz.Clip, launches, 8) > 5 * MOST

@@ -1,7 +1,5 @@
 """Everything that one rank can change before a step, or all ranks in code of the user's: each is undone afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,19 +28,16 @@ class Change(NamedTuple):
 
 def of_user_code(loss: Any) -> Iterator[Change]:
     """Yield what ranks cannot read: a hidden number, private generators, and a parameter that is not shared."""
+    of_rank = partial(Change, hidden=True, right=False)
     if isinstance(loss, Hides):
         hide = partial(loss.hidden.__setitem__, "a closure")
         yield Change("a number in a closure", _put(hide, times(1.1), times(1.0)), hidden=True)
         held, hidden = OfAGenerator(), OfAGenerator()
         for kind, noise in (("hidden", lambda x: hidden(x)), ("held", held)):
-            yield Change(
-                f"noise of a {kind} generator", partial(patch.object, loss, "noise", noise), hidden=True, right=False
-            )
+            yield of_rank(f"noise of a {kind} generator", partial(patch.object, loss, "noise", noise))
     if isinstance(loss, HidesInCompute):  # rows draw from streams that ranks synchronise
-        yield Change(
-            "noise of torch.rand", partial(patch.object, loss, "noise", torch.rand_like), hidden=True, right=False
-        )
-        yield Change("an unshared parameter", partial(patch.object, loss, "shares", "no"), hidden=True, right=False)
+        yield of_rank("noise of torch.rand", partial(patch.object, loss, "noise", torch.rand_like))
+        yield of_rank("an unshared parameter", partial(patch.object, loss, "shares", "no"))
 
 
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {

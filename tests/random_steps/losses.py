@@ -1,7 +1,5 @@
 """The losses of the random steps: those of the zoo, users' own and other libraries', with samples to call each with."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -249,7 +247,6 @@ MEMORIES: dict[str, Loss] = {
     "memory of a third-party loss": memory(losses.ContrastiveLoss),
     "memory of a mined loss": memory(lambda: losses.TripletMarginLoss(margin=0.3), miner=miner),
 }
-
 
 OF_ZOO = {
     x.name: Loss(functools.partial(x.make, temperature=0.5), x.call, x.views, remembers=len([*x.make().buffers()]) > 0)

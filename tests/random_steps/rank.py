@@ -1,7 +1,5 @@
 """One rank of random steps, and beside it the same steps on one process: a twin of the loss, called with all embeddings."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings
@@ -159,9 +157,7 @@ class Rank:
                     assert all(refused), f"{change.what}: only some ranks refuse: {texts}"
                     assert len({*texts}) == 1, f"{change.what}: ranks refuse with different words: {texts}"
                     assert late == 0 or may_be_late, f"{change.what}: refused {late} steps late: {texts[0]}"
-                    assert not (everywhere and change.right), (
-                        f"{change.what}: equal on all ranks, and refused: {texts[0]}"
-                    )
+                    assert not (everywhere and change.right), f"{change.what} on all ranks is refused: {texts[0]}"
                     self.is_over = moves or late > 0 or not texts[0].startswith(("ValueError", "TypeError"))
                     self.ends.append(texts[0])
                     return

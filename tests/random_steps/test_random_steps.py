@@ -1,8 +1,7 @@
 """Random trainings: every step is right, or refused with the same words on every rank; mutants of that are noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -181,12 +180,9 @@ def keeps_a_problem_to_itself(statement: Any, session: Any) -> Any:
 
 
 def swallows_errors_on_rank_0(self: cz.DistributedLoss, *args: Any) -> Any:
-    try:
+    with nullcontext() if dist.get_rank() else suppress(ValueError):
         return nn.Module.__call__(self, *args)
-    except ValueError:
-        if dist.get_rank():
-            raise
-        return args[0].sum()
+    return args[0].sum()
 
 
 RESULTS = {"ranks.handshake.results_difference": lambda *_: None}

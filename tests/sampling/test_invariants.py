@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.data, pytest.mark.filterwarnings("ignore:MPerClassBatc
 CASES = range(2000 if EVERY_CASE else 12)
 MANY = 20  # samples whose order is hardly ever the same by chance
 
-
 Ints = NDArray[np.int64]
 KINDS = (GlobalBatchSampler, MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler, OneDatasetBatchSampler)
 
@@ -77,7 +76,6 @@ class SamplerTrial:
 
     def chunks(self, part: Sequence[int]) -> int:
         """Return the fewest chunks of at most ``chunk_tokens`` padded tokens that hold these samples."""
-        assert self.lengths is not None
         number = left = 0
         for length in sorted(self.lengths[list(part)].tolist(), reverse=True):
             if left == 0:
@@ -229,7 +227,8 @@ def one_source_in_a_batch(trial: SamplerTrial) -> bool:
     return trial.sources is None or all(len({*trial.sources[batch].tolist()}) <= 1 for batch in trial.batches)
 
 
-def drop_last_leaves_out_the_last_batches_that_are_not_full(trial: SamplerTrial) -> bool:
+def drop_last_leaves_out_the_remainder(trial: SamplerTrial) -> bool:
+    """The last batches that are not full are left out."""
     if trial.sources is not None:  # each data set has its own
         return True
     sampler: Any = trial.make(process_group=World())
@@ -321,10 +320,8 @@ MISTAKES: dict[Callable[[SamplerTrial], bool], tuple[type[BaseBatchSampler], dic
     ),
     each_sample_once: (GlobalBatchSampler, {"__iter__": padded}),
     even_shares: (GlobalBatchSampler, {"bounds": remainder_to_the_last}),
-    same_after_resume: (
-        GlobalBatchSampler,
-        {"load_state_dict": lambda self, state: self.set_epoch(state["epoch"])},  # the epoch begins again
-    ),
+    # the epoch begins again
+    same_after_resume: (GlobalBatchSampler, {"load_state_dict": lambda self, state: self.set_epoch(state["epoch"])}),
     new_order_each_epoch: (
         GlobalBatchSampler,
         {"global_batches": lambda self, epoch: GlobalBatchSampler.global_batches(self, 0)},  # the order of the first
@@ -336,10 +333,7 @@ MISTAKES: dict[Callable[[SamplerTrial], bool], tuple[type[BaseBatchSampler], dic
     chunks_stay_whole: (TokenBatchSampler, {"bounds": bounds_of_samples}),
     batches_fill_the_budget: (TokenBatchSampler, {"global_batches": real_tokens_counted}),
     one_source_in_a_batch: (OneDatasetBatchSampler, {"global_batches": turns_of_samples, "bounds": bounds_of_samples}),
-    drop_last_leaves_out_the_last_batches_that_are_not_full: (
-        GlobalBatchSampler,
-        {"kept_batches": lambda self, epoch: self.global_batches(epoch)},
-    ),
+    drop_last_leaves_out_the_remainder: (GlobalBatchSampler, {"kept_batches": GlobalBatchSampler.global_batches}),
 }
 """All invariants, and a sampler with the mistake that each catches: its kind, and other methods."""
 
