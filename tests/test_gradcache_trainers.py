@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, as_torchrun, close, drawn, local_shard, numbers, split
-from tests.test_gradcache import IN, D, in_chunks
+from tests.helpers import EXACT, as_torchrun, drawn, local_shard, numbers, split
+from tests.test_gradcache import IN, D, in_chunks, same
 from tests.test_operators import Operators
 
 pytestmark = pytest.mark.trainers
@@ -172,10 +172,9 @@ class ByHand(Trainer):
 class FSDP(Trainer):
     def __init__(self, options: Options) -> None:
         encoders = options.encoders()
-        for encoder in encoders:
-            for module in (*(encoder if isinstance(encoder, nn.Sequential) else ()), encoder):
-                fully_shard(module, mesh=self.mesh())
-                module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        for module in (x for encoder in encoders for x in (*encoder, encoder)):
+            fully_shard(module, mesh=self.mesh())
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
         self.step = self.cached(encoders)
 
     def mesh(self) -> DeviceMesh:
@@ -259,8 +258,7 @@ def test_a_training_ends_as_on_one_process(trainer: type[Trainer], options: str,
     shards = (5, 3, 0, 2) if trainer is HSDP else SHARDS.get(options, (5, 2))
     expected = on_one_process(OPTIONS[options], shards)
     for found in worlds.run(len(shards), train, trainer, OPTIONS[options], shards):
-        for x, y in zip(found, expected, strict=True):
-            close(x, y, trainer.tolerance)
+        same(found, expected, trainer.tolerance)
 
 
 def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:

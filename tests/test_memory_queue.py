@@ -96,7 +96,7 @@ PEERS = [
 ]
 """A loss of theirs, its settings and its miner; and the loss of ours that equals it, None for the same loss.
 
-tests/adapters/test_references.py has all losses in a memory, of one step.
+tests/adapters/test_third_party.py has all losses in a memory, of one step.
 """
 
 

@@ -202,23 +202,5 @@ def test_an_accelerator_numbers_classes_as_a_cpu(ids: list[int]) -> None:
         found_partners = only_positives(found, found_counts)
     assert torch.equal(found, classes)
     assert found_counts.tolist() == counts.tolist() + [0] * (len(ids) - len(counts))
-    assert found_partners is not None
     assert torch.equal(found_partners, torch.arange(len(ids)) if partners is None else partners)
     assert class_numbers_as_floats(x).tolist() == classes.tolist()
-
-
-@pytest.mark.parametrize("height", [1, 2, 5, 7])
-def test_blocks_that_are_computed_again_give_the_gradients_of_all_rows_at_once(height: int) -> None:
-    def at_once(x: Tensor, index: Tensor, others: Tensor, scale: Tensor) -> Tensor:
-        return torch.stack([(scale * x @ others.T).logsumexp(1), index * x.square().sum(1)], 1)
-
-    rows = numbers(5, 3, seed=1).requires_grad_(), torch.arange(5)
-    others = numbers(4, 3, seed=2).requires_grad_(), numbers(1, seed=3).reshape(()).requires_grad_()
-    learnt, weights = [rows[0], *others], numbers(5, 2, seed=4)
-    values = [at_once(*rows, *others), tiling.by_blocks(at_once, height, rows, others)]
-    close(values[1].detach(), values[0].detach())
-    gradients = [torch.autograd.grad(x, learnt, weights, create_graph=True) for x in values]
-    for expected, gradient in zip(*gradients, strict=True):
-        close(gradient.detach(), expected.detach())
-    with pytest.raises(RuntimeError, match="plain_formulas"):
-        gradients[1][0].sum().backward()

@@ -1,7 +1,6 @@
 """Log-sum-exps in tiles equal the dense ones: on any number of ranks, in either arithmetic, cached or recomputed."""
 
 import itertools
-import math
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -10,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import contrastive_zoo as cz
-from contrastive_zoo.engine import exchange, plan, softmax, tiling
+from contrastive_zoo.engine import exchange, softmax, tiling
 from contrastive_zoo.engine.exchange import RankBlock
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
 from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, drawn, numbers
+from tests.helpers import drawn, numbers
 from tests.random_steps.losses import LOSSES, can_ring
 from tests.random_steps.rank import play
 from tests.random_steps.test_random_steps import SHARED
@@ -52,7 +49,7 @@ CASES = drawn(SWEPT, SHARDS, [0, None], [False, True], [False, True], one_in=4)
 
 
 @pytest.mark.parametrize(("name", "world_size", "budget", "ring", "scatters"), CASES, ids=str)
-def test_sums_in_tiles_are_those_of_one_process(name, world_size, budget, ring, scatters, worlds: Worlds) -> None:
+def test_sums_in_tiles_are_those_of_one_process(name, world_size, budget, ring, scatters, worlds) -> None:
     def job() -> int:
         with patch.object(transport, "reduce_scatter_single", wraps=transport.reduce_scatter_single) as calls:
             play(name, SHARED | (SCATTERS if scatters else {}), program(world_size, name, budget, ring))
@@ -60,20 +57,6 @@ def test_sums_in_tiles_are_those_of_one_process(name, world_size, budget, ring, 
 
     gathers_all = not name.startswith(("NTXent", "SupCon")) and not (ring and can_ring(name))
     assert {calls > 0 for calls in worlds.run(world_size, job)} == {scatters and gathers_all}
-
-
-@pytest.mark.parametrize("t", [0.5, 0.001])
-def test_a_learnt_temperature_that_one_shift_cannot_hold(t: float) -> None:
-    def outcome() -> list[Tensor]:
-        loss = cz.NTXent(temperature=cz.LearnableTemperature(t, max_scale=math.inf)).double()
-        value = loss(*(numbers(9, 4, seed=seed) for seed in (1, 2)))
-        return [value.detach(), *torch.autograd.grad(value, [*loss.parameters()])]
-
-    with cz.engine.plain_formulas():
-        expected = outcome()
-    with patch.object(tiling, "TILE_BYTES", 64), patch.object(plan, "SMALL_MATRIX", -1):
-        for x, y in zip(outcome(), expected, strict=True):
-            close(x, y)
 
 
 def alone(n: int) -> dict[str, Any]:
@@ -137,7 +120,6 @@ def test_a_column_far_from_all_rows_is_not_lost() -> None:
     rows, columns = torch.tensor([[30.0, 0.0]] * 3), torch.tensor([[30.0, 0.0], [20.0, 20.0], [-1.0, 0.0]])
     r, c, _ = softmax.log_sum_exps(rows, columns, scale=1.0, **alone(3))
     s = rows.double() @ columns.double().T
-    assert c is not None
     torch.testing.assert_close((r.double(), c.double()), (s.logsumexp(1), s.logsumexp(0)), rtol=1e-6, atol=0)
 
 

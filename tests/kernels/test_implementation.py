@@ -59,6 +59,7 @@ def used(rows: list[Tensor], sizes: Sequence[int] = (), no_kernel: str | None = 
 def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "device_problem", lambda device: None)
     monkeypatch.setattr(kernels, "installation_problem", lambda device: None)
+    monkeypatch.setattr(suggestions, "ASKED", set())  # nothing was warned of
 
 
 @pytest.mark.usefixtures("suitable")
@@ -93,13 +94,8 @@ def test_a_table_of_times_decides_where_kernels_start() -> None:
         assert f"| {loss} | {' | '.join([*cells[:2], 'not measured', 'not measured', *cells[2:]])} |" in page
 
 
-@pytest.fixture
-def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suggestions, "ASKED", set())
-
-
 @pytest.mark.parametrize("module", ["triton", "triton.tools.tensor_descriptor"])
-@pytest.mark.usefixtures("suitable", "_unwarned")
+@pytest.mark.usefixtures("suitable")
 def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of torch 2.6 and 2.7 is, which has no tensor descriptors."""
     for name in [x for x in sys.modules if x.startswith("contrastive_zoo.engine.kernels.")]:
@@ -116,7 +112,7 @@ def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch
         cz.Clip()(torch.eye(2), torch.eye(2))
 
 
-@pytest.mark.usefixtures("suitable", "_unwarned")
+@pytest.mark.usefixtures("suitable")
 def test_kernels_that_do_not_compile_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch fails where there is no C compiler, or no interpreter, as here; it is tried once."""
     blocks, tried = pytest.importorskip("contrastive_zoo.engine.kernels.blocks"), []
@@ -187,7 +183,7 @@ def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make, small, differs, 
     refused(worlds, 2, bad, text)
 
 
-@pytest.mark.usefixtures("suitable", "_unwarned")
+@pytest.mark.usefixtures("suitable")
 def test_float32_under_autocast_warns_once_where_kernels_have_no_tensor_cores() -> None:
     """torch.autocast itself is off on a device that is not there."""
     assert used(on_a_gpu())

@@ -3,9 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -47,8 +46,7 @@ def unit(*views: Tensor) -> list[Tensor]:
     return [F.normalize(view, dim=1) for view in views]
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     make: Callable[[Tensor], tuple[Loss, Loss]]
     views: int = 1  # how many tensors of embeddings both take
     labels: Callable[[int], Tensor] = classes  # of a seed
