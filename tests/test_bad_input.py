@@ -206,7 +206,7 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "disagree on whether view 0 carry a gradient … with gradient … without gradient … empty batch": lambda: wrapped(
         cz.NTXent(), z(learnt=last(False, True)), z(learnt=last(False, True))
     ),
-    "third_party: … missing a required argument … labels": lambda: wrapped(third_party, z(), *[y()] * last(0, 1)),
+    "third_party: … missing a required argument: 'labels'.": lambda: wrapped(third_party, z(), *[y()] * last(0, 1)),
     "lenient: ranks disagree on … labels": lambda: wrapped(lenient, z(), last(y(), None)),
     "the loss: rank 0 has Triplet … has Circle": lambda: wrapped(last(cz.Circle, cz.Triplet)(), z(), y()),
     "ranks disagree on losses.1.margin: rank 0 has 0.1 … has 0.9": lambda: wrapped(
