@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning import losses, miners
@@ -135,12 +136,14 @@ def test_negatives_are_earlier_keys(inner: Any) -> None:
 
 def test_nothing_enters_in_eval_mode() -> None:
     rows = numbers(3, D, seed=0, dtype=torch.float32)
-    for inner, other in ((cz.InfoNCE(), rows), (cz.SupCon(), torch.arange(3))):
+    labels, unit = torch.arange(3), F.normalize(rows, dim=1)
+    for inner, other in ((cz.InfoNCE(temperature=0.5), rows), (cz.SupCon(temperature=0.5), labels)):
         loss = cz.CrossBatchMemory(inner, 8, D).eval()
         loss(rows, other)
         assert len(loss.memory) == 0
         loss.train()(rows, other)
         assert len(loss.memory) == 3
+    close(loss.eval()(rows, labels), F.cross_entropy(unit @ unit.T / 0.5, labels))  # each with the copy in the memory
 
 
 def test_two_forward_passes_before_a_backward_pass() -> None:
