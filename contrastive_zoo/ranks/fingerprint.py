@@ -20,7 +20,6 @@ ONE_ROW, REPEATED, DISTINCT = range(3)
 encoder; integers, single numbers, or numbers that repeat, as masks and targets do; or numbers like those of embeddings."""
 
 _KIND = 3
-_CPU = torch.device("cpu")
 
 Numbers = Mapping[str, Tensor] | None  # by name; None if ranks do not compare them
 
@@ -32,7 +31,7 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(state: Numbers, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
     """Start to read the numbers of a loss and of its arguments; the result waits for them."""
-    parts, widths, device = [], {}, _CPU
+    parts, widths = [], {}
     for name, x in rows.items():
         if x.numel():
             flat = as_real(x) if x.is_complex() else x
@@ -42,17 +41,15 @@ def fingerprint(state: Numbers, rows: Mapping[str, Tensor]) -> Callable[[], Fing
             width = -(-flat.shape[1] // by)
             parts.append(flat.detach()[:: max(1, len(flat) * width // _NUMBERS), ::by])
             widths[name] = width
-            device = device if x.is_cpu else x.device
-    for _, x in sorted((state or {}).items(), key=itemgetter(0)):
-        if x.numel():
-            parts.append(norm_and_sketch(x))
-            device = device if x.is_cpu else x.device
+    of_state = [x for _, x in sorted((state or {}).items(), key=itemgetter(0)) if x.numel()]
+    parts += [x.detach() if _is_number(x) else norm_and_sketch(x) for x in of_state]
     lengths = [x.numel() for x in parts]
     read: Callable[[], Any] = list
-    if parts:
-        dtype = torch.float64 if device is _CPU or has_float64(device) else torch.float32
-        numbers = torch.cat([x.flatten().to(device, dtype) for x in parts])
-        read = numbers.numpy if device is _CPU else read_later(numbers)
+    if device := next((x.device for x in parts if not x.is_cpu), None):
+        dtype = torch.float64 if has_float64(device) else torch.float32
+        read = read_later(torch.cat([x.flatten().to(device, dtype) for x in parts]))
+    elif parts:
+        read = np.concatenate([_in_numpy(x).ravel() for x in parts], dtype=np.float64).view
 
     def finished() -> Fingerprint:
         numbers, start, digests = np.asarray(read()), 0, {}
@@ -60,9 +57,23 @@ def fingerprint(state: Numbers, rows: Mapping[str, Tensor]) -> Callable[[], Fing
             is_embedding = rows[name].dtype in DIFFERENTIABLE and width > 1
             digests[name] = _digest(numbers[start : start + length], width, is_embedding)
             start += length
-        return Fingerprint(None if state is None else level_of(numbers[start:].tolist()), digests)
+        rest, pairs = iter(numbers[start:].tolist()), list[float]()
+        for x in of_state:
+            first = next(rest)
+            pairs += (abs(first), first * math.sin(1)) if _is_number(x) else (first, next(rest))
+        return Fingerprint(None if state is None else level_of(pairs), digests)
 
     return finished
+
+
+def _in_numpy(x: Tensor) -> "np.ndarray[Any, Any]":
+    """Return a tensor on the CPU as NumPy's, whose operations on few numbers take a fraction of torch's time."""
+    return (x.float() if x.dtype is torch.bfloat16 else x.resolve_neg()).numpy()
+
+
+def _is_number(x: Tensor) -> bool:
+    """Return whether it is a temperature or the like, whose norm and sketch the host computes, at every step."""
+    return x.numel() == 1 and x.is_floating_point()
 
 
 _NUMBERS, _COLUMNS = 256, 32  # of an argument, how many a digest is made of at least, and of how many features
@@ -74,7 +85,8 @@ def _digest(numbers: "np.ndarray[Any, Any]", width: int, is_embedding: bool) -> 
     some = numbers[:_LOOKED_AT].tolist() if is_embedding else []
     # embeddings of bfloat16 repeat some numbers, and those after a ReLU have many zeros
     is_distinct = is_embedding and len({*some}) > max(3, len(some) // 4)
-    kind = ONE_ROW if data == row * (len(numbers) // width) else DISTINCT if is_distinct else REPEATED
+    is_one_row = data.endswith(row) and data == row * (len(numbers) // width)
+    kind = ONE_ROW if is_one_row else DISTINCT if is_distinct else REPEATED
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True) & ~_KIND | kind
 
 
@@ -107,8 +119,6 @@ def norm_and_sketch(x: Tensor) -> Tensor:
         flat = flat.double()
         return torch.cat([flat, flat * (_GOLDEN_RATIO * flat % 1)])
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    if len(flat) == 1:  # a temperature, at every step
-        return torch.cat([flat.abs(), flat * math.sin(1)])
     return torch.stack([vector_norm(flat), _sketch(flat)])
 
 
