@@ -162,8 +162,7 @@ def _returns_local_means(e: Evidence) -> bool:
     """Return whether the ranks' values, weighted by their numbers of samples, give the value of one process."""
     x = e.uneven
     assert x is not None
-    weights = x.values.new_tensor(x.shards) / sum(x.shards)
-    return x.near(weights @ x.values, x.expected)
+    return x.near(x.values.new_tensor(x.shards) @ x.values / sum(x.shards), x.expected)
 
 
 # What the evidence answers to a question: the name of its method, and the argument
