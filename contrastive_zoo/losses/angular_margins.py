@@ -164,6 +164,9 @@ class MagFace(ShardableClassLoss):
         sample_rate: the share of classes that training compares with.
         check_finite: refuse NaN and infinite embeddings.
 
+    Raises:
+        ValueError: high_norm that is not above low_norm.
+
     Examples:
         >>> loss = MagFace(2, 2, low_norm=1.0, high_norm=2.0, low_margin=torch.pi / 3, scale=2.0, norm_weight=1.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

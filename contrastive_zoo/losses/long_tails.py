@@ -90,6 +90,9 @@ class PaCo(Loss, engine="rows"):
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings, keys and logits.
 
+    Raises:
+        ValueError: labels that are no classes, keys without labels.
+
     Examples:
         >>> PaCo(temperature=1.0, alpha=1.0)(torch.eye(2), torch.arange(2), torch.eye(2))   # log(e + 1 + 1) − 1
         tensor(0.5514)

@@ -212,6 +212,9 @@ class HMLC(Loss, engine="softmax", has_kernel=True):
             authors' code: the first by still finer labels, and then in rank order. False compares all, as in the paper.
         check_finite: refuse NaN and infinite embeddings.
 
+    Raises:
+        ValueError: other numbers of weights and of levels.
+
     Examples:
         >>> z, labels = torch.eye(3)[[0, 0, 1]], torch.tensor([[0, 0], [0, 0], [0, 1]])
         >>> HMLC(temperature=1.0, level_weights=[0.0, 1.0])(z, labels)   # (log(e + 1) − 1) / 2
