@@ -171,10 +171,10 @@ def budget() -> int:
 def keep_freed_memory(size: int = 300_000_000) -> bool:
     """Let glibc's malloc keep up to ``size`` bytes that this process has freed; return whether this system has glibc.
 
-    By default malloc returns blocks as large as a tile to the system, and fetches them again in the next step: 4 to 17 %
-    of the time of a loss of 2,048 to 8,192 embeddings on a CPU. It stops doing so by itself once the program has freed a
-    block of nearly 32 MiB, as the training of a model soon does. The setting is that of the whole process and replaces
-    ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` of its environment. Call it once, before the training.
+    By default malloc returns blocks as large as a tile to the system and fetches them again in the next step. On a CPU
+    this takes 4 to 17 % of the time of a loss of 2,048 to 8,192 embeddings. malloc keeps them by itself once the program
+    has freed a block of nearly 32 MiB; most models do in their first steps. Call this function once, before the training.
+    It replaces ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` for the whole process.
 
     Args:
         size: bytes.
