@@ -20,6 +20,7 @@ from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import assert_says, drawn, error_message, numbers
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.own_losses import OF_CATALOGUE, OwnLoss
 from tests.zoo import BatchHard
 from tools.vectors.cases import LABELLED, VIEWS, WIDTH
@@ -293,3 +294,10 @@ def test_a_monitor_refuses_before_the_loss_moves(worlds: Worlds) -> None:
     for text, *state in worlds.run(2, job):
         assert "holds embeddings" in str(text)
         assert state == [[], "Monitor(every=50), call 0"]
+
+
+def test_a_checkpoint_holds_the_whole_state_of_every_loss() -> None:
+    losses = {entry.name: entry.make(temperature=0.3) for entry in WHOLE_ZOO}
+    states = {name: {key for key, _ in loss.named_buffers()} for name, loss in losses.items()}
+    assert len([name for name, state in states.items() if state]) > 20
+    assert {name for name, state in states.items() if state - losses[name].state_dict().keys()} == set()
