@@ -119,6 +119,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "classes": (lambda n, d: cz.NormalizedSoftmax(4 * n, d), *LABELLED),
     "drawn classes": (lambda n, d: cz.NormalizedSoftmax(8 * n, d, sample_rate=0.5), *LABELLED),
     "proxies": (lambda n, d: cz.ProxyAnchor(4 * n, d), *LABELLED),
+    "a learnt scale": (lambda n, d: cz.CosFace(4 * n, d, margin=LEARNT, scale=LEARNT), *LABELLED),
+    "learnt proxies": (lambda n, d: cz.ProxyAnchor(4 * n, d, alpha=LEARNT), *LABELLED),
+    "a learnt margin of pairs": (cz.OnlineContrastive(margin=LEARNT), *VIEWS, "binary"),
 }
 """Losses, or functions of the numbers of samples and features that return one, and the kinds of their arguments."""
 

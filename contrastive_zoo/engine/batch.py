@@ -183,6 +183,12 @@ class Batch:
         """Return a parameter for use with local embeddings: its gradient is summed over ranks."""
         return replicated(x, process_group=self.world)
 
+    @functools.cached_property
+    def shared_settings(self) -> SimpleNamespace:
+        """The settings for use with local embeddings: the gradients of learnt ones are summed over ranks."""
+        learnt = {name: self.shared(x) for name, x in vars(self.settings).items() if isinstance(x, Tensor)}
+        return SimpleNamespace(**{**vars(self.settings), **learnt})
+
     def sharded(self, x: Tensor) -> Tensor:
         """Return a parameter of which each rank holds another part: no trainer adds up its gradients."""
         factor = self.world.sharded_factor if isinstance(self.world, Session) else 1.0

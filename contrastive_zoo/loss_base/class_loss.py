@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
-from contrastive_zoo.engine.cost import Classes, Entry
+from contrastive_zoo.engine.cost import Classes, Entry, Shared
 from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
@@ -106,7 +106,8 @@ class ClassLoss(LabelledLoss, engine="classes"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         classes, each = self.num_classes if self.sharded else len(self.weights), self.weights.shape[1:-1].numel()
-        return [*super().entries(stated), Classes(["embeddings"], classes, each)]
+        learnt = stated.learnt(*(name for name in self._checks if name != "temperature"))
+        return [*map(Shared, learnt), *super().entries(stated), Classes(["embeddings"], classes, each)]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         """Return similarities to the weights.

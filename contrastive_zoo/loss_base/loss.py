@@ -142,16 +142,17 @@ class _Takes(Protocol[P]):
 class Loss(Settings, nn.Module):
     """A loss: annotated class attributes are its settings, :meth:`inputs` states a call, :meth:`compute` is the formula.
 
-    A subclass says nothing of ranks. :meth:`compute` runs once a call, on the batch that the ranks have agreed on. If you
-    override ``forward`` or add hooks, every rank computes the loss from the samples of all ranks.
+    A subclass says nothing of ranks. :meth:`compute` runs once a call, on the batch that ranks have agreed on. If you
+    override ``forward`` or add hooks, every rank computes the loss of all samples.
 
-    In :meth:`compute`, write ``batch.shared(parameter)`` where a parameter meets local embeddings: then its gradient is
-    summed over ranks. In some calls ranks compare these gradients, and the loss of a few samples.
+    In :meth:`compute`, write ``batch.shared(parameter)`` where a parameter meets local embeddings, and
+    ``batch.shared_settings`` where settings do: then gradients are summed over ranks. In some calls ranks compare these
+    gradients, and the loss of a few samples.
 
-    A number as a setting is constant. A tensor or a module, such as :class:`LearnableTemperature`, is learnable.
+    A number as a setting is constant. A tensor or a module, such as :class:`LearnableTemperature`, is learnable or refused.
 
     For all losses: tensors of a call are this rank's. n may differ between ranks, and index i is the same sample in all
-    tensors [n, …] of a call. Formulas use the samples of all ranks. Examples import torch.
+    tensors [n, …]. Formulas use the samples of all ranks. Examples import torch.
 
     Args:
         temperature: if the loss has it: t > 0, dimensionless unless a unit is named.

@@ -133,6 +133,7 @@ Share = Annotated[float, Bounds(low=0, high=1)]
 Momentum = Annotated[float, Bounds(low=0, high=1, constant=True)]
 Threshold = Momentum
 Smoothing = Momentum  # the share of a target that is spread evenly over all candidates
+Constant = Annotated[float, Bounds(above=0, constant=True)]  # a positive number that is not learnt
 Size = Annotated[int, Bounds(low=1, whole=True)]
 Temperature = Annotated[float | Tensor | nn.Module, Bounds(fix="For a logit scale s pass temperature=1/s.", above=0)]
 """A number is constant; a tensor, or a module that returns one, such as :class:`LearnableTemperature`, is learnable."""

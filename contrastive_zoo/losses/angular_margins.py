@@ -53,7 +53,7 @@ class ArcFace(ShardableClassLoss):
     scale: Positive = 64.0
 
     def compute(self, batch: Batch) -> Tensor:
-        settings = batch.settings
+        settings = batch.shared_settings
         losses = self.pairs(batch).cross_entropies(settings.scale, lambda s: _with_margin(s, settings.margin))
         return self.result(batch, losses)
 
@@ -122,7 +122,7 @@ class CurricularFace(ShardableClassLoss):
         return [*super().entries(stated), Summed(8)]
 
     def compute(self, batch: Batch) -> Tensor:
-        settings, pairs = batch.settings, self.pairs(batch)
+        settings, pairs = batch.shared_settings, self.pairs(batch)
         cosines, momentum = pairs.target_similarities(), settings.momentum
         total = batch.sum(cosines.sum(dtype=sum_dtype(cosines)), gradient="complete")
         sums = torch.stack([total, torch.full_like(total, batch.total)])
@@ -190,7 +190,7 @@ class MagFace(ShardableClassLoss):
         return super().settings_problem() or empty
 
     def compute(self, batch: Batch) -> Tensor:
-        settings, pairs = batch.settings, self.pairs(batch)
+        settings, pairs = batch.shared_settings, self.pairs(batch)
         low, high = settings.low_norm, settings.high_norm
         norms = vector_norm(batch.prepared(batch.first, normalize=False), dim=1).clamp(min=low).clamp(max=high)
         steepness = (settings.high_margin - settings.low_margin) / (high - low)
@@ -253,7 +253,7 @@ class AdaFace(ShardableClassLoss):
         return [*super().entries(stated), Summed(3 * 8)]
 
     def compute(self, batch: Batch) -> Tensor:
-        settings, pairs = batch.settings, self.pairs(batch)
+        settings, pairs = batch.shared_settings, self.pairs(batch)
         norms = vector_norm(batch.prepared(batch.first.detach(), normalize=False), dim=1).clamp(_EPS, _LARGEST_NORM)
         wide = norms.to(sum_dtype(norms))
         sums = batch.sum(torch.stack([torch.ones_like(wide), wide, wide.square()]).sum(1), gradient="complete")

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Gathered, Summed
+from contrastive_zoo.engine.cost import Entry, Gathered, Shared, Summed
 from contrastive_zoo.engine.masked import tie_width
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import log_sum_of_inversions
@@ -108,7 +108,8 @@ class OnlineContrastive(Loss, engine="statistics"):
         return Inputs(rows, values=[range_rule(labels, 0, 1, other_labels)])
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [stated.held(2), Summed(2 * stated.wide), Summed(2 * stated.wide), *self.reduced()]
+        sums = *map(Shared, stated.learnt("margin")), *[Summed(2 * stated.wide)] * 2
+        return [stated.held(2), *sums, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
@@ -117,7 +118,7 @@ class OnlineContrastive(Loss, engine="statistics"):
         farthest, nearest = _thresholds(batch, distance.detach(), positive)
         width = tie_width(distance)
         hard = distance.detach().gt(nearest + width).where(positive, distance.detach() < farthest - width)
-        losses = distance.where(positive, (batch.settings.margin - distance).relu()).square()
+        losses = distance.where(positive, (batch.shared_settings.margin - distance).relu()).square()
         return batch.reduce(losses, hard, reduction=self.reduction)
 
 

@@ -121,7 +121,8 @@ class CosFace(ShardableClassLoss):
     scale: Positive = 64.0
 
     def compute(self, batch: Batch) -> Tensor:
-        losses = self.pairs(batch).cross_entropies(batch.settings.scale, lambda s: s - batch.settings.margin)
+        settings = batch.shared_settings
+        losses = self.pairs(batch).cross_entropies(settings.scale, lambda s: s - settings.margin)
         return self.result(batch, losses)
 
 
@@ -171,7 +172,7 @@ class SoftTriple(ClassSoftmax):
         return entries
 
     def compute(self, batch: Batch) -> Tensor:
-        settings = batch.settings
+        settings = batch.shared_settings
         losses = self.pairs(batch).cross_entropies(settings.la, lambda s: s - settings.margin, settings.gamma)
         if settings.tau and self.weights.ndim == 3:
             losses = losses + (settings.tau * _center_distances(batch.shared(self.weights))).to(losses.dtype)
@@ -236,7 +237,7 @@ class LargeMarginSoftmax(ClassSoftmax):
         def moved(similarity: Tensor) -> Tensor:
             return norms * _psi((similarity / norms.clamp(min=MIN_NORM)).clamp(-1, 1), batch.settings.margin)
 
-        return batch.reduce(pairs.cross_entropies(batch.settings.scale, moved), reduction=self.reduction)
+        return batch.reduce(pairs.cross_entropies(batch.shared_settings.scale, moved), reduction=self.reduction)
 
 
 def _psi(cosine: Tensor, margin: int) -> Tensor:
@@ -317,9 +318,10 @@ class ProxyAnchor(ClassLoss):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         of_classes = len(self.weights) * stated.wide
-        return [super().entries(stated)[-1], *[Summed(of_classes)] * 4, Summed(8 * len(self.weights))]
+        compared = [x for x in super().entries(stated) if not isinstance(x, Summed)]
+        return [*compared, *[Summed(of_classes)] * 4, Summed(8 * len(self.weights))]
 
     def compute(self, batch: Batch) -> Tensor:
-        settings = batch.settings
+        settings = batch.shared_settings
         positive, negative, counts = self.pairs(batch).log1p_sum_exp_by_class(settings.margin, settings.alpha)
         return positive.sum() / (counts > 0).sum() + negative.mean()  # a proxy without such embeddings has 0

@@ -12,7 +12,7 @@ from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_towers
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Temperature
+from contrastive_zoo.loss_base.settings import Constant, Positive, Reduction, Share, Temperature
 from contrastive_zoo.loss_base.shapes import candidates_problem
 
 
@@ -164,7 +164,7 @@ class ScoreDistillation(Loss, engine="statistics"):
     """
 
     temperature: Temperature = 1.0
-    teacher_temperature: Positive = 1.0
+    teacher_temperature: Constant = 1.0
     normalize: bool = False
     reduction: Reduction = "mean"
 

@@ -16,7 +16,7 @@ from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_token
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, Constant, Reduction, Temperature
 
 TokenReduction = Literal["sum", "mean"]
 
@@ -221,7 +221,7 @@ class M3(LateInteractionLoss):
     Source: Chen et al. 2024, eqs. 4-8, https://arxiv.org/abs/2402.03216
     """
 
-    temperature: Annotated[float, Bounds(above=0, constant=True)] = 0.02
+    temperature: Constant = 0.02
     lexical_weight: Annotated[float, _CONSTANT] = 0.3
     lexical_loss_weight: Annotated[float, _CONSTANT] = 0.1
     distillation: Annotated[float, _CONSTANT._replace(high=1)] = 0.5

@@ -17,7 +17,7 @@ from contrastive_zoo.engine.statistics import centered, sliced_distance, waves
 from contrastive_zoo.engine.tiling import TILE_BYTES
 from contrastive_zoo.loss_base.families import of_views
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Share, Size, field
+from contrastive_zoo.loss_base.settings import Bounds, Constant, Number, Share, Size, field
 from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
@@ -126,7 +126,7 @@ class SIGReg(_Sliced):
     """
 
     num_points: Annotated[int, _POINTS] = 17
-    limit: Annotated[float, Bounds(above=0, constant=True)] = 3.0
+    limit: Constant = 3.0
 
     def inputs(self, embeddings: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"embeddings": embeddings}, self.directions_problem("embeddings", embeddings))
@@ -213,7 +213,7 @@ class VISReg(_Views):
     scale_weight: Number = 1.0
     shape_weight: Number = 1.0
     center_weight: Number = 1.0
-    eps: Positive = 1e-4
+    eps: Constant = 1e-4
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, size = [*stated.inputs.rows], len(stated.inputs.rows) * stated.width * stated.wide
@@ -268,8 +268,8 @@ class RDMReg(_Sliced):
 
     num_slices: Size = 8192
     p: Annotated[float, Bounds(low=0.05, high=100, constant=True)] = 1.0
-    shift: Number = 0.0
-    scale: Positive = 1.0
+    shift: Annotated[float, Bounds(constant=True)] = 0.0
+    scale: Constant = 1.0
     invariance: Number = 25.0
     regularization: Number = 125.0
 

@@ -19,9 +19,9 @@ from contrastive_zoo.loss_base.families import ViewLoss, of_views
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import (
     Bounds,
+    Constant,
     Momentum,
     NonNegative,
-    Positive,
     Reduction,
     Size,
     Temperature,
@@ -113,7 +113,7 @@ class DINO(Loss, Averages, engine="statistics"):
     iterations: Annotated[int, _ITERATIONS] = 3
     centre_momentum: Momentum = 0.9
     temperature: Temperature = 0.1
-    teacher_temperature: Positive = 0.04
+    teacher_temperature: Constant = 0.04
     reduction: Reduction = "mean"
 
     centre: Tensor = field(init=False)
@@ -298,7 +298,7 @@ class SwAV(_ClusterLoss, ViewLoss, engine="statistics"):
     Source: Caron et al. 2020, eqs. 2-5, https://arxiv.org/abs/2006.09882
     """
 
-    epsilon: Annotated[float, Bounds(above=0, constant=True)] = 0.05
+    epsilon: Constant = 0.05
     iterations: Annotated[int, _ITERATIONS] = 3
     code_views: Size = 2
     reduction: Reduction = "mean"
@@ -359,7 +359,7 @@ class MSN(_ClusterLoss, engine="statistics"):
     Source: Assran et al. 2022, eq. 1, https://arxiv.org/abs/2204.07141
     """
 
-    teacher_temperature: Annotated[float, Bounds(above=0, constant=True)] = 0.025
+    teacher_temperature: Constant = 0.025
     iterations: Annotated[int, _ITERATIONS] = 0
     entropy_weight: NonNegative = 1.0
 

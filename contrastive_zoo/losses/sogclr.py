@@ -13,7 +13,7 @@ from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs, Shared
 from contrastive_zoo.engine.pairs import sums_over_other_samples
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Reduction, Size, Temperature, field
+from contrastive_zoo.loss_base.settings import Bounds, Momentum, Reduction, Size, Temperature, field
 from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule, safe_index
@@ -64,7 +64,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
     gamma: Momentum = 0.9
     gamma_decay_epochs: Annotated[int, Bounds(low=0, whole=True)] = 0
     steps_per_epoch: Size = 1
-    rho: NonNegative = 0.0
+    rho: Annotated[float, Bounds(low=0, constant=True)] = 0.0
     bimodal: bool = False
     normalize: bool = True
     reduction: Reduction = "mean"

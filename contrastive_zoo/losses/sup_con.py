@@ -21,7 +21,7 @@ from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
 from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
-from contrastive_zoo.loss_base.settings import Bounds, Temperature, Threshold
+from contrastive_zoo.loss_base.settings import Bounds, Constant, Temperature, Threshold
 from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.ranks.row_checks import BATCH_IN_BATCH, described, labels_problem, range_rule
 
@@ -75,7 +75,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
     temperature: Temperature = 0.1
     variant: Literal["out", "in"] = "out"
     min_jaccard: Threshold = 0.0
-    base_temperature: Annotated[float, Bounds(above=0)] | None = None
+    base_temperature: Constant | None = None
     normalize: bool = True
 
     def inputs(

@@ -15,7 +15,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs
-from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction
+from contrastive_zoo.loss_base.settings import Bounds, Constant, Number, Positive, Reduction
 
 
 class AlignUniform(TwoViewLoss, engine="softmax"):
@@ -43,8 +43,8 @@ class AlignUniform(TwoViewLoss, engine="softmax"):
 
     compares = ("view 0",), ("view 0",)
 
-    alpha: Annotated[float, Bounds(low=1)] = 2.0
-    t: Positive = 2.0
+    alpha: Annotated[float, Bounds(low=1, constant=True)] = 2.0
+    t: Constant = 2.0
     uniformity: Number = 1.0
 
     def entries(self, stated: CallInputs) -> list[Entry]:

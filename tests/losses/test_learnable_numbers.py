@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine import plan, tiling
 from contrastive_zoo.loss_base.settings import Bounds, is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, split
@@ -105,7 +106,14 @@ def test_what_has_no_derivative_is_refused_as_a_learnable_number(name: str, sett
 SHARDS = ((3, 5), (8, 0), (0, 8))
 
 
-def steps(cases: list[tuple[str, str | None]], form: str, plain: bool, alone: bool = False) -> list[list[Tensor]]:
+PATHS: dict[str, Callable[[], Any]] = {
+    "shared": lambda: patch.object(plan, "SMALL_BATCH", -1),  # each rank its own anchors
+    "small": contextlib.nullcontext,  # every rank all of it
+    "plain": cz.engine.plain_formulas,
+}
+
+
+def steps(cases: list[tuple[str, str | None]], form: str, path: str, alone: bool = False) -> list[list[Tensor]]:
     result = []
     for name, setting in cases:
         given = FORMS[form](start(name, setting)) if setting else None
@@ -114,7 +122,7 @@ def steps(cases: list[tuple[str, str | None]], form: str, plain: bool, alone: bo
         for shards in SHARDS:
             rows = [(x if alone else split(x, shards)[dist.get_rank()]).detach().clone() for x in SUBJECTS[name].rows]
             learns = [x.requires_grad_() for x in rows if x.is_floating_point()]
-            with cz.engine.plain_formulas() if plain else contextlib.nullcontext():
+            with PATHS[path]():
                 value = loss_fn(*rows)
                 gradients = torch.autograd.grad(value, [*leaf, *learns], allow_unused=True, materialize_grads=True)
             average = 1 if alone else dist.get_world_size()
@@ -123,26 +131,26 @@ def steps(cases: list[tuple[str, str | None]], form: str, plain: bool, alone: bo
     return result
 
 
-def compare(worlds: Worlds, cases: list[Any], form: str = "tensor", plain: bool = False) -> None:
-    ranks = worlds.run(2, steps, cases, form, plain)
-    for index, (value, of_number, *rows) in enumerate(steps(cases, form, plain, alone=True)):
+def compare(worlds: Worlds, cases: list[Any], form: str, path: str) -> None:
+    ranks = worlds.run(2, steps, cases, form, path)
+    for index, (value, of_number, *rows) in enumerate(steps(cases, form, path, alone=True)):
+        case = cases[index // len(SHARDS)], SHARDS[index % len(SHARDS)]
         for rank in ranks:
             close(rank[index][0], value)
-            case = cases[index // len(SHARDS)], SHARDS[index % len(SHARDS)]
             assert torch.allclose(rank[index][1], of_number, rtol=1e-10, atol=1e-10), case
         for place, of_rows in enumerate(rows):
             close(torch.cat([rank[index][2 + place] for rank in ranks]), of_rows)
 
 
+@pytest.mark.parametrize("path", ["shared", "small"])
 @pytest.mark.parametrize("form", FORMS)
-def test_learnable_numbers_are_the_same_on_two_ranks(form: str, worlds: Worlds) -> None:
+def test_learnable_numbers_are_the_same_on_two_ranks(form: str, path: str, worlds: Worlds) -> None:
     """Value, gradient of the embeddings and of the number, on uneven and empty shards, step after step."""
-    first = list(FORMS).index(form)
-    one_in = 2 * len(FORMS)
-    compare(worlds, [case for index, case in enumerate(LEARNABLE) if EVERY_CASE or index % one_in == first], form)
+    first, one_in = list(FORMS).index(form), {"shared": 3, "small": 12}[path]
+    compare(worlds, [x for index, x in enumerate(LEARNABLE) if EVERY_CASE or index % one_in == first], form, path)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_the_plain_definition_is_that_of_one_process(part: int, worlds: Worlds) -> None:
     """Of every loss, on two ranks, of which one may have no samples."""
-    compare(worlds, [(name, None) for name in list(SUBJECTS)[part :: 2 if EVERY_CASE else 8]], plain=True)
+    compare(worlds, [(name, None) for name in list(SUBJECTS)[part :: 2 if EVERY_CASE else 8]], "tensor", "plain")

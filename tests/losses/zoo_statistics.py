@@ -44,7 +44,7 @@ def student_and_teacher(*views: Tensor) -> tuple[Tensor, Tensor]:
 def masked_patches(*views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three patches of each image, of which a mask takes some; the teacher has learnt another order of features."""
     first, second = widened(*views)
-    mask = first[:, :3] > 0
+    mask = ~(first[:, :3] <= 0)  # NaN is a masked patch, too
     patches = torch.stack([first, second, first.flip(1)], 1)[mask]
     return patches, patches.roll(1, 1), mask.sum(1)
 
