@@ -16,7 +16,7 @@ from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
 from contrastive_zoo.ranks.world import Shards, World
 from tests.helpers import drawn, numbers
-from tests.random_steps.losses import LOSSES, can_ring
+from tests.random_steps.losses import LOSSES, RINGS
 from tests.random_steps.rank import play
 from tests.random_steps.test_random_steps import SHARED
 
@@ -33,7 +33,7 @@ SWEPT = ("NTXent", "NTXent, three views", "NTXent, learnt", "Clip", "SupCon", "I
 def program(world_size: int, name: str, budget: int | None, ring: bool) -> list[Any]:
     """Steps; then at a temperature that one shift cannot hold, or of norms that are not known; then of 16 bits."""
     steps: list[Any] = [("step", {"batches": [sizes]}) for sizes in SHARDS[world_size]]
-    options: list[Any] = [("set_budget", {"size": budget}), ("set_option", {"ring": ring and can_ring(name)})]
+    options: list[Any] = [("set_budget", {"size": budget}), ("set_option", {"ring": ring and name in RINGS})]
     value = {"temperature": 0.001, "normalize": False}.get((LOSSES[name].setting or ("",))[0])
     other: list[Any] = [] if value is None else [("set_setting", {"value": value})]
     return [*options, *steps, *other, *steps, ("set_precision", {"precision": "autocast"}), *steps]
@@ -55,7 +55,7 @@ def test_sums_in_tiles_are_those_of_one_process(name, world_size, budget, ring, 
             play(name, SHARED | (SCATTERS if scatters else {}), program(world_size, name, budget, ring))
         return calls.call_count
 
-    gathers_all = not name.startswith(("NTXent", "SupCon")) and not (ring and can_ring(name))
+    gathers_all = not name.startswith(("NTXent", "SupCon")) and not (ring and name in RINGS)
     assert {calls > 0 for calls in worlds.run(world_size, job)} == {scatters and gathers_all}
 
 

@@ -306,14 +306,6 @@ LOSSES |= {name: Loss(make, "labels", remembers=True, user_code=True) for name, 
 LOSSES |= {name: Loss(make, remembers=True, user_code=True) for name, make in STATEFUL_PAIRS.items()}
 
 
-@functools.cache
-def can_ring(name: str) -> bool:
-    """Whether it may, and brings no argument that all candidates are needed for."""
-    loss, made = LOSSES[name], LOSSES[name].make()
-    needs_all = loss.user_code or loss.owners or name == "SupCon, mask"
-    return not needs_all and isinstance(made, ZooLoss) and made.ring_problem() is None
-
-
 def global_rows(loss: Loss, total: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randn(total, D, dtype=torch.float64, generator=generator).to(dtype) for _ in range(loss.towers)]
@@ -322,6 +314,18 @@ def global_rows(loss: Loss, total: int, seed: int, dtype: torch.dtype) -> list[T
         return [*rows, torch.arange(total).where(is_owned, -1)]
     # with 0 labels might be row numbers
     return rows if loss.call == "views" else [*rows, torch.randint(1, CLASSES, (total,), generator=generator)]
+
+
+def _can_ring(name: str) -> bool:
+    """Whether it may with the arguments that it brings; a mask is made in the call."""
+    loss, made = LOSSES[name], LOSSES[name].make()
+    if loss.user_code or loss.owners or name == "SupCon, mask" or not isinstance(made, ZooLoss):
+        return False
+    return made.stated(global_rows(loss, 2, 0, torch.float64), {}).needs.no_ring is None
+
+
+RINGS = frozenset(filter(_can_ring, LOSSES))
+"""The losses whose candidates may pass from rank to rank."""
 
 
 def local_rows(loss: Loss, rows: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ from contrastive_zoo.ranks.handshake import shake_hands
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tests.helpers import EVERY_CASE
 from tests.random_steps.changes import of_user_code
-from tests.random_steps.losses import LOSSES, OF_ZOO, can_ring
+from tests.random_steps.losses import LOSSES, OF_ZOO, RINGS
 from tests.random_steps.rank import Action, play
 
 THRESHOLDS = {
@@ -65,7 +65,7 @@ def actions(name: str, world_size: int) -> st.SearchStrategy[Action]:
         refuses_hooks = loss.sharded or loss.owners or name.startswith("MNRL")  # they see no indices of samples
         drawn += [action("set_hook", on=[True, False])] * (not refuses_hooks)
         drawn += [step(3, how=["one step"])] * loss.remembers
-        drawn += [action("set_option", ring=[True, False])] * can_ring(name)
+        drawn += [action("set_option", ring=[True, False])] * (name in RINGS)
     return of(drawn).flatmap(lambda x: x)
 
 
