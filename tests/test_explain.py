@@ -101,7 +101,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "all directions": (cz.MNRL(directions=ALL_DIRECTIONS), *VIEWS),
     "a masked MNRL": (cz.MNRL(false_negative_margin=0.1), *NEGATIVES),
     "captions": (cz.SigLIP(), "rows", "negatives", "labels", "labels of captions"),
-    "own negatives": (cz.MNRL(in_batch_negatives=False), *NEGATIVES),
+    "own negatives": (cz.MNRL(in_batch_negatives=False), *NEGATIVES, "labels of captions"),
     "GIST": (cz.GIST(), *VIEWS, *VIEWS),
     "symmetric ids": (cz.MultiPositive(symmetric=True), "rows", "rows", "labels"),
     "rows of 16 bits": (cz.Circle(), "rows of 16 bits", "labels"),

@@ -45,9 +45,9 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
 
     - queries, documents: [n, d].
     - negatives: [m, d], for every query.
-    - owners: [m], the query that a negative was mined for, or −1.
+    - owners: [m], the query that a negative was mined for; −1: every query.
     - document_ids, negative_ids, query_ids: [n], [m], [n] integers; equal ids are one document or query.
-    - dataset_ids: [n] integers; pairs are compared within a data set; those of −1 with their own negatives only.
+    - dataset_ids: [n] integers; pairs and owned negatives are compared within a data set; −1: a pair alone.
 
     Args:
         temperature: t > 0.
@@ -59,7 +59,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         false_negative_margin: the margin; None: only ids.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         mask_doc_to_doc: whether the margin masks doc_to_doc.
-        in_batch_negatives: False: compare only with own negatives.
+        in_batch_negatives: False: compare with negatives only, own or −1's.
         normalize: normalise embeddings first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         check_finite: refuse NaN and infinite embeddings.
@@ -125,8 +125,11 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         compared = {"directions": tuple(self.directions)}  # which may also be a list
         alone = negative_ids is not None and document_ids is None
         problem = "negative_ids are compared with document_ids: pass both." if alone else None
+        is_grouped = dataset_ids is not None or not self.in_batch_negatives
         if negatives is None and not self.in_batch_negatives:
             problem = _OWN_NEGATIVES
+        elif negatives is not None and owners is None and is_grouped:
+            problem = _NO_OWNERS
         return Inputs.of(rows, problem, values=values, compared=compared, local=owners is not None)
 
     def needs(self, inputs: Inputs) -> Needs:
@@ -181,7 +184,11 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         return None if ids is None else torch.where(ids < 0, -1 - index, ids.long())
 
 
-_OWN_NEGATIVES = "in_batch_negatives=False leaves a query its own negatives: pass negatives, and only query_to_doc."
+_OWN_NEGATIVES = "in_batch_negatives=False leaves a query its negatives: pass them with owners, and only query_to_doc."
+_NO_OWNERS = (
+    "negatives came without owners, which say whose they are. Pass owners=torch.arange(len(queries)) if negative i was "
+    "mined for query i, or -1 for a negative of every query."
+)
 _UNSUPPORTED = "computes MNRL with in-batch negatives, without hardness_mode, ids, false_negative_margin and doc_to_doc"
 
 

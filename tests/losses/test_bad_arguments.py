@@ -144,6 +144,8 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.GIST()(EYE, EYE, EYE, EYE, EYE), "GIST: negatives came without guide_negatives"),
     (lambda: cz.MNRL()(EYE, EYE, EYE, Y + 1), "MNRL: owners are rows of this rank's 3 queries, or -1, got 1 … 3"),
     (lambda: cz.MNRL()(EYE, EYE, None, Y), "MNRL: owners came without negatives"),
+    (lambda: cz.MNRL(in_batch_negatives=False)(EYE, EYE, EYE), "without owners … owners=torch.arange(len(queries))"),
+    (lambda: cz.MNRL()(EYE, EYE, EYE, dataset_ids=Y), "MNRL: negatives came without owners"),
     (lambda: cz.MNRL()(EYE, EYE, EYE, None, None, Y), "MNRL: negative_ids are compared with document_ids"),
     (lambda: cz.MNRL(in_batch_negatives=False, directions=("query_to_doc", "doc_to_query")), "only query_to_doc"),
     (lambda: cz.MNRL(false_negative_margin=torch.ones(1, requires_grad=True)), "a constant"),
