@@ -53,7 +53,7 @@ def silence() -> Iterator[None]:
     assert not [str(x.message) for x in recorded]
 
 
-def trained(name: str, compiled: str = "nothing", wrapped: bool = False) -> list[Tensor]:
+def trained(name: str, compiled: str = "nothing", wrapped: bool = False, in_chunks: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -66,7 +66,8 @@ def trained(name: str, compiled: str = "nothing", wrapped: bool = False) -> list
             return function
         return torch.compile(function, backend=lambda graph, inputs: graphs.append(graph) or graph)
 
-    model, criterion = compile_if("model", encoder), compile_if("loss", loss_fn)
+    model = compile_if("model", cz.GradCache(encoder, 2) if in_chunks else encoder)
+    criterion = compile_if("loss", loss_fn)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         value = 2 * criterion(model(x), y if name in TAKES_LABELS else model(y))
@@ -94,7 +95,8 @@ def trained(name: str, compiled: str = "nothing", wrapped: bool = False) -> list
     return found
 
 
-WRAPPED = [*((name, "step", True) for name in LOSSES), ("two views", "model", True), ("two views", "loss", True)]
+WRAPPED: list[Any] = [*((name, "step", True) for name in LOSSES), ("two views", "model", True), ("two views", "loss", True)]
+WRAPPED += [("two views", "step", True, True)]
 BARE = [("two views", compiled, False) for compiled in ("model", "step", "loss")]
 
 

@@ -130,12 +130,12 @@ class ChunkedEncoder:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients the node returns: none if hooks of DDP or FSDP collect them."""
-        hooked = self._is_sharded or any(hasattr(x, "no_sync") for x in self.model.modules())
+        hooked = self.is_sharded or any(hasattr(x, "no_sync") for x in self.model.modules())
         return [] if hooked else [x for x in self.model.parameters() if x.requires_grad]
 
     @property
-    def _is_sharded(self) -> bool:
-        """Whether FSDP2 reduces the gradients of each backward pass that arrives at a parameter."""
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 gathers parameters in each forward pass, and reduces gradients whenever they arrive at a parameter."""
         return any(hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
 
     def encode_again(self, output_gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -180,7 +180,7 @@ class ChunkedEncoder:
             ends, of_ends = [x for x, _ in pairs], [gradient for _, gradient in pairs]
             self.has_graph |= bool(ends)
             parameters = self.parameters
-            if not parameters and (is_last or not self._is_sharded):
+            if not parameters and (is_last or not self.is_sharded):
                 if ends or totals:
                     torch.autograd.backward([*ends, *totals], [*of_ends, *totals.values()])
                 totals.clear()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.suggestions import suggests_names
@@ -75,6 +76,7 @@ class GradCache(nn.Module):
         self.model, self.process_group = model, process_group
         self.chunk_size, self.chunk_tokens = chunk_size, chunk_tokens
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the encoder's output; tensors are split along dimension 0, anything else goes to every chunk."""
         leaves, tree = tree_flatten((args, kwargs))
@@ -113,8 +115,9 @@ class GradCache(nn.Module):
         process_group = self.process_group
         if process_group is None and isinstance(self.model, DistributedDataParallel):
             process_group = self.model.process_group
-        # without a backward pass ranks send no messages, and one rank may encode alone
-        world = World.of(process_group if torch.is_grad_enabled() else World(), "GradCache")
+        # without a backward pass and FSDP ranks send no messages, and one rank may encode alone
+        together = torch.is_grad_enabled() or encoder.is_sharded
+        world = World.of(process_group if together else World(), "GradCache")
         counts = {"chunks": torch.zeros(len(encoder.chunks))}
         encoder.agree_on_passes(world, *agree_on_shards("GradCache", counts, world=world, problem=problem))
         return encoder.encode()
