@@ -48,6 +48,11 @@ def _(x: Any) -> None:
     x.start_epoch = lambda epoch: None
 
 
+@variant("a sampler that does not shuffle")
+def _(x: Any) -> None:
+    x.loader.batch_sampler.shuffle = False
+
+
 @variant('"sum" with a trainer that sums')
 def _(x: Any) -> None:
     x.loss_fn = DistributedDataParallel(cz.DistributedLoss(make_loss(), grad_reduction="sum"))
@@ -316,8 +321,8 @@ def run(name: str) -> Any:
     return TRAININGS[name][0]().train()
 
 
-STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
-"""Mistakes that show only after three steps."""
+STEPS = {"no set_epoch": 6, "a sampler that does not shuffle": 6, "one rank has fewer batches": 7}
+"""Of trainings whose second epoch matters."""
 
 
 def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -> WorldReport:

@@ -41,6 +41,7 @@ IN_NEW_PROCESSES = (
     "a reference on one process before the group",
     "every rank draws from all samples",
     "one shard, with noise in the dataset",
+    "a sampler that does not shuffle",
     "one rank has fewer batches",
     "no set_epoch",
 )

@@ -194,8 +194,8 @@ def _listed(loader: DataLoader[Any]) -> Epoch | None:
     while inner is not None and inner is not sampler:
         sampler, inner = inner, getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)
     size, name = len(loader.dataset), type(sampler).__name__
-    shuffles, seed = hasattr(sampler, "set_epoch"), getattr(sampler, "seed", None)
-    return Epoch(batches, complete, size, name, shuffles, _first_digest(loader.dataset), seed)
+    shuffles = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True)
+    return Epoch(batches, complete, size, name, shuffles, _first_digest(loader.dataset), getattr(sampler, "seed", None))
 
 
 def _first_digest(dataset: Any) -> str:
