@@ -138,9 +138,12 @@ class CyclicConsistency(Loss, engine="statistics"):
 
     def compute(self, batch: Batch) -> Tensor:
         x, y = (batch.prepared(of, normalize=True) for of in batch.rows.values())
-        xx, yy, xy = (second_moments(batch, *pair) for pair in ((x, x), (y, y), (x, y)))
-        cross_modal = 2 * ((xx * yy).sum() - (xy * xy.T).sum())
-        in_modal = xx.square().sum() + yy.square().sum() - 2 * xy.square().sum()
+        # with p_ij = (x_i − y_i)·(x_j + y_j), which is small where images and texts nearly agree, the two differences are
+        # (p_ij ∓ p_ji) / 2; moments of x and y themselves would be large numbers that cancel
+        d, s = x - y, x + y
+        dd, ss, ds = (second_moments(batch, *pair) for pair in ((d, d), (s, s), (d, s)))
+        squares, mixed = (dd * ss).sum(), (ds * ds.T).sum()  # Σ p_ij² and Σ p_ij p_ji
+        cross_modal, in_modal = (squares - mixed) / 2, (squares + mixed) / 2
         return (batch.settings.cross_modal * cross_modal + batch.settings.in_modal * in_modal) / batch.total
 
 
