@@ -142,6 +142,12 @@ def sharded() -> nn.Module:
     return fully_shard(nn.Linear(2, 4))
 
 
+def with_sparse_gradients() -> nn.Module:
+    model = nn.Embedding(3, 2, sparse=dist.get_rank() > 0)
+    model(torch.tensor([1])).sum().backward()
+    return model
+
+
 DISAGREE = "average_gradients: ranks disagree on … rank 0 … rank 1"
 average: Any = cz.average_gradients
 decay: Any = cz.parameter_groups
@@ -153,6 +159,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "weight_decay must be at least 0": lambda: decay(nn.Linear(1, 1), weight_decay=-0.1),
     "no parameter requires a gradient": lambda: decay(cz.NTXent(), weight_decay=0.1),
     "are DTensors (weight) … leave average_gradients out": lambda: average(sharded()),
+    "the gradient of weight is sparse. Pass nn.Embedding(sparse=False)": lambda: average(with_sparse_gradients()),
 }
 
 

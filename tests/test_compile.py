@@ -95,7 +95,11 @@ def trained(name: str, compiled: str = "nothing", wrapped: bool = False, in_chun
     return found
 
 
-WRAPPED: list[Any] = [*((name, "step", True) for name in LOSSES), ("two views", "model", True), ("two views", "loss", True)]
+WRAPPED: list[Any] = [
+    *((name, "step", True) for name in LOSSES),
+    ("two views", "model", True),
+    ("two views", "loss", True),
+]
 WRAPPED += [("two views", "step", True, True)]
 BARE = [("two views", compiled, False) for compiled in ("model", "step", "loss")]
 

@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.digits import add_up
 from tests.helpers import close, drawn, error_message, local_shard, numbers, rank, refused
+from tests.zoo import BatchHard
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -241,6 +243,16 @@ def test_it_can_be_turned_off_and_equal_values_are_no_alarm(worlds: Worlds) -> N
     worlds.run(3, job)
 
 
+def test_other_terms_of_a_backward_pass_may_use_the_parameters_of_a_loss(worlds: Worlds) -> None:
+    def job() -> None:
+        loss = cz.DistributedLoss(BatchHard().double())
+        with splitting(always=True):
+            for _ in range(3):
+                (loss(z(), y()) + (1 + rank()) * loss.loss.margin).backward()
+
+    worlds.run(2, job)
+
+
 def test_an_alarm_is_raised_once_at_the_next_call(worlds: Worlds) -> None:
     def job() -> list[int]:
         wrong = {3, 9}
@@ -257,11 +269,17 @@ def test_an_alarm_is_raised_once_at_the_next_call(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[4, 10]] * 2
 
 
-@pytest.mark.parametrize("loss", [cz.NTXent(), lambda a, b: (a * b).sum()], ids=["own", "third-party"])
+@pytest.mark.parametrize(
+    "loss", [cz.NTXent(), BatchHard(), lambda a, b: (a * b).sum()], ids=["own", "a user's", "other"]
+)
 def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
     """Embeddings in a cycle would stay in memory until Python's garbage collector runs."""
 
     def step() -> int:
+        with splitting(always=isinstance(loss, BatchHard)):
+            return tensors_in_cycles()
+
+    def tensors_in_cycles() -> int:
         loss_fn = cz.DistributedLoss(loss, check_distinct=False)
         rows = torch.arange(6.0).view(3, 2).requires_grad_()
         loss_fn(rows, rows + 1).backward()

@@ -108,8 +108,8 @@ class OnlineContrastive(Loss, engine="statistics"):
         return Inputs(rows, values=[range_rule(labels, 0, 1, other_labels)])
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        sums = *map(Shared, stated.learnt("margin")), *[Summed(2 * stated.wide)] * 2
-        return [stated.held(2), *sums, *self.reduced()]
+        extremes = [Summed(2 * stated.wide)] * 2
+        return [stated.held(2), *map(Shared, stated.learnt("margin")), *extremes, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))

@@ -31,7 +31,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
 
     Raises:
         ValueError: on every rank alike: ranks whose modules differ in names, shapes or dtypes of their parameters, an
-            argument that is no module, or parameters that are DTensors, which FSDP reduces itself.
+            argument that is no module, sparse gradients, or parameters that are DTensors, which FSDP reduces itself.
 
     Examples:
         >>> model = nn.Linear(2, 1)
@@ -70,7 +70,10 @@ def _module_problem(module: object) -> str | None:
             "gradients itself during backward(): leave average_gradients out. For parameters that are parallel "
             "otherwise, average x.grad.to_local() over the ranks that hold the same part."
         )
-    return None
+    sparse = [
+        name for name, x in module.named_parameters() if x.grad is not None and x.grad.layout is not torch.strided
+    ]
+    return f"the gradient of {sparse[0]} is sparse. Pass nn.Embedding(sparse=False), or use DDP." if sparse else None
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[Tensor]]:

@@ -16,6 +16,7 @@ from contrastive_zoo.ranks.devices import DIFFERENTIABLE, ValueCheck, on_cpu, re
 from contrastive_zoo.ranks.fingerprint import Fingerprint, Numbers, fingerprint, level_of, norm_and_sketch
 from contrastive_zoo.ranks.session import Findings, Session
 from contrastive_zoo.ranks.suggestions import warn_once
+from contrastive_zoo.wrapper.graphs import graph_nodes, leaf_of
 
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
@@ -30,6 +31,9 @@ _NO_POSITIVES = (
     f"in {_LABELLED} batches, no two samples had the same label, so that no sample had a positive. Draw several samples "
     "of a class: DataLoader(dataset, batch_sampler=cz.data.MPerClassBatchSampler(labels, m=2, classes_per_batch=16))."
 )
+
+
+_NOTHING = torch.zeros(1)  # the gradient of a parameter that a rank without samples does not reach
 
 
 def _next_number() -> int:
@@ -78,27 +82,34 @@ class CallHistory:
     def remember(self, name: str, number: Tensor) -> None:
         self._results[name] = read_later(number)
 
-    def remember_gradients(self, value: Any, parameters: Mapping[str, Tensor]) -> None:
-        """Compare in the next handshake what this value's backward pass adds to the gradients of parameters."""
-        leaves = {name: x for name, x in parameters.items() if x.requires_grad and x.is_leaf}
-        if not leaves or not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+    def remember_gradients(self, value: Any, parameters: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+        """Compare in the next handshake what this value, computed from rows, adds to the gradients of parameters."""
+        names = {x: name for name, x in parameters.items() if x.requires_grad and x.is_leaf}
+        if not names or not isinstance(value, Tensor) or value.ndim or value.grad_fn is None:
             return
-        parts: dict[str, Tensor] = {}
+        added: dict[str, Tensor] = {}
+        of_values: list[Tensor] = []  # of this backward pass, whose other terms may use the parameters, too
 
         def begin(of_value: Tensor) -> None:
-            for name, x in leaves.items():
-                parts[name] = x.new_zeros(2)  # a rank without samples may not reach the parameter at all
-                handles.append(x.register_hook(functools.partial(end, name, of_value)))
+            of_values[:] = [of_value]
+            added.clear()
 
-        def end(name: str, of_value: Tensor, of_parameter: Tensor) -> None:
-            parts[name] = norm_and_sketch(of_parameter / of_value)
+        def add(edges: Sequence[tuple[int, str]], gradients: Sequence[Tensor | None], _: Any) -> None:
+            for index, name in edges:
+                if (x := gradients[index]) is not None:
+                    added[name] = added[name] + x.detach() if name in added else x.detach()
 
         def level() -> list[float]:
-            for handle in handles:
-                handle.remove()
-            return [level_of([number for x in parts.values() for number in x.tolist()])] if parts else []
+            if not of_values:
+                return []
+            parts = (norm_and_sketch(added.get(name, _NOTHING) / of_values[0]).tolist() for name in names.values())
+            return [level_of([*itertools.chain(*parts)])]
 
-        handles = [value.register_hook(begin)]
+        value.register_hook(begin)
+        for node in graph_nodes([value], until=rows.values()):
+            ends = [leaf_of(after) for after, _ in node.next_functions]
+            if edges := [(index, names[x]) for index, x in enumerate(ends) if x is not None and x in names]:
+                node.register_hook(functools.partial(add, edges))
         self._results["gradient"] = level
 
     def results(self) -> dict[str, float]:

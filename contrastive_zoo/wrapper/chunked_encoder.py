@@ -19,6 +19,7 @@ from contrastive_zoo.ranks.devices import DIFFERENTIABLE
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import refuse
 from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.wrapper.graphs import graph_nodes, leaf_of
 
 
 def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device]) -> None:
@@ -66,17 +67,6 @@ def has_samples(x: Any) -> bool:
 def is_empty(chunk: Chunk) -> bool:
     counts = [len(x) for x in tree_leaves(tuple(chunk)) if has_samples(x)]
     return bool(counts) and not any(counts)
-
-
-def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors at which a graph ends: with FSDP the gathered parameters, which the module does not keep."""
-    nodes: dict[Any, None] = dict.fromkeys(x.grad_fn for x in outputs)
-    remaining = list(nodes)
-    while remaining:
-        following = [node for node, _ in remaining.pop().next_functions if node is not None and node not in nodes]
-        nodes.update(dict.fromkeys(following))
-        remaining += following
-    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
 class ChunkedEncoder:
@@ -135,7 +125,7 @@ class ChunkedEncoder:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 gathers parameters in each forward pass, and reduces gradients whenever they arrive at a parameter."""
+        """Whether FSDP2 gathers parameters in each forward pass, and reduces gradients where they arrive."""
         return any(hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
 
     def encode_again(self, output_gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -185,7 +175,8 @@ class ChunkedEncoder:
                     torch.autograd.backward([*ends, *totals], [*of_ends, *totals.values()])
                 totals.clear()
             elif ends:
-                parameters = parameters or leaves(ends)
+                # with FSDP the gathered parameters, which the module does not keep
+                parameters = parameters or [x for node in graph_nodes(ends) if (x := leaf_of(node)) is not None]
                 result = torch.autograd.grad(ends, parameters, of_ends, allow_unused=True)
                 for x, gradient in zip(parameters, result, strict=True):
                     if gradient is not None:

@@ -245,7 +245,7 @@ class OwnStep(DistributedStep):
             return
         if isinstance(value, Tensor) and value.ndim == 0:
             history.remember_value(value)
-            history.remember_gradients(value, self.modules.shared_state())
+            history.remember_gradients(value, self.modules.shared_state(), self.rows)
         if agreed.sample is not None:
             with suppress(Exception):  # a formula may need more samples
                 history.remember("sample", self._loss_of_sample(agreed.sample, agreed.shards))

@@ -125,9 +125,11 @@ IN_GROUPS = [("step", {"batches": [sizes], "how": "subgroup"}) for sizes in ((2,
 PROGRAMS: list[Program] = [
     *((2, "Clip", {}, [*steps(), again, *steps()]) for again in AGAIN),
     (3, "SINCERE", {}, [("step", {"batches": [(3, 3, 3)]}), AGAIN[0], *steps(3)]),
+    (3, "MagFace", SHARED, [*steps(3)[:1], IN_GROUPS[0], *steps(3)]),
     *((3, name, SHARED, [("set_option", {"ring": True}), *IN_GROUPS]) for name in ("NTXent", "SigLIP", "Clip")),
 ]
-"""One rank makes its wrapper again, also while labels are looked at; a ring of a group that leaves a rank out."""
+"""One rank makes its wrapper again, also while labels are looked at; another wrapper of a group sees the same parameters; a
+ring of a group that leaves a rank out."""
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
