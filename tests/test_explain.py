@@ -103,6 +103,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "captions": (cz.SigLIP(), "rows", "negatives", "labels", "labels of captions"),
     "own negatives": (cz.MNRL(in_batch_negatives=False), *NEGATIVES, "labels of captions"),
     "GIST": (cz.GIST(), *VIEWS, *VIEWS),
+    "a teacher of 64 bits": (lambda n, d: cz.DINO(d, centering="sinkhorn"), "rows", "rows of 64 bits"),
     "symmetric ids": (cz.MultiPositive(symmetric=True), "rows", "rows", "labels"),
     "rows of 16 bits": (cz.Circle(), "rows of 16 bits", "labels"),
     "a user's loss": (Drawing(), *LABELLED),

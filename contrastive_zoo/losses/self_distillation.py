@@ -86,8 +86,8 @@ class DINO(Loss, Averages, engine="statistics"):
 
     - student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``, [n, v, k]. n may differ
       between ranks.
-    - teacher: outputs of the first g of these views, [n, g, k], used without gradient. [n, k] for both is one view each;
-      the two views differ.
+    - teacher: outputs of the first g of these views, [n, g, k], used without gradient, in any dtype. [n, k] for both is one
+      view each; the two views differ.
 
     Args:
         out_dim: k.
@@ -148,11 +148,11 @@ class DINO(Loss, Averages, engine="statistics"):
         of_both, settings = (batch.rows["student"], batch.rows["teacher"].detach()), batch.settings
         s, g = (batch.prepared(x if x.ndim == 3 else x[:, None], normalize=False) for x in of_both)
         predicted = (batch.scale(settings.temperature) * s).log_softmax(2)
-        outputs, t = g.flatten(0, 1), settings.teacher_temperature
+        outputs, t = g.flatten(0, 1).to(s.dtype), settings.teacher_temperature
         if self.centering == "sinkhorn":
             expected = balanced_assignment(batch, outputs, epsilon=t, iterations=settings.iterations)
         else:
-            expected = ((outputs - self.centre.to(g.dtype)) / t).softmax(1)
+            expected = ((outputs - self.centre.to(s.dtype)) / t).softmax(1)
             if self.training:
                 rows = outputs.to(self.centre.dtype)
                 total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
@@ -189,7 +189,7 @@ class IBOT(DINO):
 
     Called as ``loss(student, teacher, counts)``:
 
-    - student, teacher: [m, k], image after image, as ``outputs[mask]``; the teacher's have no gradient.
+    - student, teacher: [m, k], image after image, as ``outputs[mask]``; the teacher's have no gradient, and any dtype.
     - counts: [n] integers, how many each image has: ``mask.flatten(1).sum(1)``. They add up to m.
 
     Args:

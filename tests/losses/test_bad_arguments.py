@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 from unittest.mock import patch
 
@@ -273,6 +274,16 @@ def test_a_setting_in_a_tensor_has_any_dtype(dtype: torch.dtype) -> None:
     losses = [cz.DINO(3, centre_momentum=x, teacher_temperature=x) for x in (one, 1.0)]
     close(*(loss(Z, Z) for loss in losses))
     close(losses[0].centre, losses[1].centre)
+
+
+@pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
+@pytest.mark.parametrize("dtypes", [*permutations([torch.bfloat16, torch.float32, torch.float64], 2)], ids=str)
+def test_a_teacher_has_any_dtype(dtypes: tuple[torch.dtype, torch.dtype], centering: str) -> None:
+    student, teacher = (Z.to(x) for x in dtypes)
+    for make, *counts in ((cz.DINO,), (cz.IBOT, torch.ones(4, dtype=torch.int64))):
+        value, like = (make(3, centering=centering)(student, x, *counts) for x in (teacher, teacher.to(student.dtype)))
+        assert value.dtype == torch.promote_types(student.dtype, torch.float32)
+        assert torch.equal(value, like)
 
 
 def test_weights_of_single_ids_are_one_a_query() -> None:
