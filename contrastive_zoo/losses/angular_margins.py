@@ -185,7 +185,7 @@ class MagFace(ShardableClassLoss):
 
     def settings_problem(self) -> str | None:
         low, high = self.low_norm, self.high_norm
-        ordered = not isinstance(low, float) or not isinstance(high, float) or low < high  # others are not read
+        ordered = not isinstance(low, (int, float)) or not isinstance(high, (int, float)) or low < high
         empty = None if ordered else f"norms lie between low_norm < high_norm, got {low} and {high}."
         return super().settings_problem() or empty
 

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs, Shared
 from contrastive_zoo.engine.pairs import sums_over_other_samples
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Momentum, Reduction, Size, Temperature, field
+from contrastive_zoo.loss_base.settings import Bounds, Momentum, Reduction, Size, Temperature, field, is_number
 from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule, safe_index
@@ -74,23 +74,25 @@ class SogCLR(Loss, Stateful, engine="softmax"):
     temperatures: nn.Parameter = field(init=False)
 
     def settings_problem(self) -> str | None:
-        t, bounds = self.temperature, self.temperature_range
-        is_range = bounds is not None and len(bounds) == 2 and all(Bounds(above=0).hold(x) for x in bounds)
-        if bounds is None or (is_range and isinstance(t, float) and bounds[0] <= t <= bounds[1]):
-            return super().settings_problem()
-        rule = "temperature_range is two numbers, with a constant temperature between them"
+        t, bounds, problem = self.temperature, self.temperature_range, super().settings_problem()
+        is_range = isinstance(bounds, Sequence) and len(bounds) == 2 and all(is_number(x, above=0) for x in bounds)
+        if problem or bounds is None or (is_range and isinstance(t, (int, float)) and bounds[0] <= t <= bounds[1]):
+            return problem
+        rule = "temperature_range is a tuple of two numbers, with a constant temperature between them"
         return f"{rule}, got {described(bounds)} with temperature={described(t)}."
 
     def __post_init__(self) -> None:
         self.log_u = nn.Buffer(torch.zeros(1 + self.bimodal, self.num_samples))  # 0 for a sample without a call
         self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
-        if self.temperature_range is not None and isinstance(self.temperature, float):
-            self.temperatures = nn.Parameter(torch.full([self.log_u.numel()], self.temperature))
+        if self.temperature_range is not None and isinstance(self.temperature, (int, float)):
+            self.temperatures = nn.Parameter(torch.full([self.log_u.numel()], float(self.temperature)))
 
     def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], ids: Int[Tensor, " n"]) -> Inputs:
         problem, samples = state_problem("averages", self.log_u, view1), self.num_samples
         if self.log_u.shape != (1 + self.bimodal, samples):
             problem = f"log_u is {[1 + self.bimodal, samples]}, got {described(self.log_u)}. Construct another loss."
+        if self.temperature_range is not None and not hasattr(self, "temperatures"):
+            problem = "a loss that was made without temperature_range has no temperatures. Construct another loss."
         rule = f"ids are the samples' places in the data set, 0 … {samples - 1}"
         values = range_rule(ids, 0, samples - 1, lambda *ends: f"{rule}, got {ends[0]} … {ends[1]}. Check num_samples.")
         return Inputs({"view 0": view1, "view 1": view2, "ids": ids}, problem, values=[values])

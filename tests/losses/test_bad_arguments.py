@@ -186,9 +186,15 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: later(cz.SogCLR(4), num_samples=3)(Z, Z, LABELS), "Construct another loss"),
     (lambda: later(cz.SogCLR(4), bimodal=True)(Z, Z, LABELS), "Construct another loss"),
     *(
-        (lambda x=x: cz.SogCLR(9, temperature=0.3, temperature_range=x), "temperature_range is two numbers")
-        for x in ((0.2,), (0.0, 0.5), (0.4, 0.5), (0.5, 0.2), "ab")
+        (lambda x=x: cz.SogCLR(9, temperature=0.3, temperature_range=x), "temperature_range is a tuple of two numbers")
+        for x in ((0.2,), (0.0, 0.5), (0.4, 0.5), (0.5, 0.2), "ab", 0.3, EYE[0, :2])
     ),
+    (lambda: later(cz.SogCLR(4), temperature_range=(0.1, 1))(Z, Z, LABELS), "no temperatures. Construct another"),
+    *(
+        (lambda x=x: cz.HMLC(level_weights=x), "level_weights are a list of non-negative numbers, one for each level")
+        for x in ([1, np.nan], [-1.0], "ab", [None, 1.0], [], EYE[0], np.ones(2), 1.0)
+    ),
+    (lambda: cz.MagFace(3, 2, low_norm=3, high_norm=2), "low_norm < high_norm, got 3 and 2"),
     (lambda: cz.LearnableTemperature(0.001), "1 / max_scale … 0.001 … max_scale=100"),
     (lambda: cz.LearnableTemperature(0.1, max_scale=np.nan), "max_scale=nan"),
     *((lambda x=x: cz.LearnableTemperature(x), "initial temperature") for x in (np.inf, 10**5000, 0.0, np.nan)),

@@ -149,6 +149,11 @@ def test_a_sample_that_occurs_twice_has_the_larger_average(worlds: Worlds) -> No
         close(log_u, expected)
 
 
+def test_a_temperature_in_its_range_may_be_an_integer() -> None:
+    losses = [cz.SogCLR(SAMPLES, temperature=t, temperature_range=(0.5, 2)).double() for t in (1, 1.0)]
+    close(*(loss(*batch(0, 5)).detach() for loss in losses))
+
+
 def test_calls_of_one_step_see_the_averages_before_it() -> None:
     loss = cz.SogCLR(SAMPLES, gamma=0.5).double()
     loss(*batch(0, 6))
