@@ -237,6 +237,18 @@ def _(x: Any) -> None:
     x.loss = loss
 
 
+@variant("a loader of each view, and a validation by an iterator", base=OpenClip)
+def _(x: Any) -> None:
+    x.load(Views())
+    assert sum(1 for _ in x.loader) == 6  # as for a mean of all samples
+    validation, loaders = iter(x.loader), []
+    for view in zip(*Views(), strict=True):
+        x.load(view, shards=x.world_size)
+        loaders.append(x.loader)
+    x.loader = zip(*loaders, strict=True)
+    x.end_step = torch.no_grad()(lambda: x.model(next(validation)[0]))
+
+
 @variant("one shard, with noise in the loop", "same shard", base=OpenClip)
 def _(x: Any) -> None:
     x.load(Views(), shards=x.world_size, shard=0)

@@ -44,6 +44,7 @@ IN_NEW_PROCESSES = (
     "a sampler that does not shuffle",
     "one rank has fewer batches",
     "no set_epoch",
+    "a loader of each view, and a validation by an iterator",
 )
 """Trainings that initialise a process group, or whose samplers are listed."""
 

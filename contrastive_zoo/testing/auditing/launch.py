@@ -238,7 +238,7 @@ def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], sc
             record = recorder.stop()
             record.rank, record.error = int(os.environ["RANK"]), error
             if rerun is None:
-                record.samplers = listed(recorder.loaders)
+                record.samplers = listed([*dict.fromkeys(recorder.loaders[i] for i in sorted(record.trained_on))])
             sys.stdout.flush()
             _write(record, folder / f"{name}.record")
             time.sleep(wait)  # all processes are killed as soon as there are all records

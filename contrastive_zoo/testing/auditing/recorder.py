@@ -64,15 +64,14 @@ class Recorder:
         self.record, self.step = Record(), Step()
         self.tensors = Tensors(self.record, None if rerun is None else rerun.restore, self._is_loss)
         self.losses: list[nn.Module] = []
-        self.loaders: list[DataLoader[Any]] = []
+        self.loaders: list[DataLoader[Any]] = []  # of each epoch that a loader began
         self.finished = False
-        self._epochs = 0
-        self._loader: tuple[int, DataLoader[Any]] | None = None  # the running one that yielded last
-        self._running: list[tuple[int, DataLoader[Any]]] = []  # loaders, in the order of their starts
+        self._running: set[int] = set()  # of these epochs
+        self._yielded: set[int] = set()  # since the last step, those whose batches go together, as of zipped loaders
+        self._is_apart = False  # whether the next batch goes with none before, which were those of a validation
         self._scale: float | None = None  # of the GradScaler that scaled last
         self._filled: set[Tensor] = set()  # parameters with a gradient after the last backward pass
         self._in_call = self._in_loss = self._stepped = self._in_step = self._had_gradients = False
-        self._has_batch = True  # whether a loader has yielded a batch since the last step; a script may have no loader
         self._hooks = ExitStack()
 
     def start(self) -> None:
@@ -127,26 +126,27 @@ class Recorder:
         """Record the batches of a loader; in a rerun, yield those of all ranks, unless they were those of a validation."""
         if not self._has_group() or not torch.is_grad_enabled() or self.finished:
             return original(loader)
-        self._epochs += 1
-        index = len(self.record.loaders)
+        index = len(self.loaders)
+        self.loaders.append(loader)
         self.record.loaders.append([])
         if self.rerun is None or index not in self.rerun.first.trained_on:
-            return self._watched(original(loader), index, loader)
-        return self._watched(self.rerun.batches(index), index, loader)
+            return self._watched(original(loader), index)
+        return self._watched(self.rerun.batches(index), index)
 
-    def _watched(self, batches: Iterator[Any], index: int, loader: DataLoader[Any]) -> Iterator[Any]:
-        recorded, this = self.record.loaders[index], (index, loader)
-        self._running.append(this)
+    def _watched(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
+        recorded = self.record.loaders[index]
+        self._running.add(index)
         try:
             for batch in batches:
                 if not self.finished:
-                    self._has_batch, self._loader = True, this
+                    self._yielded = (set() if self._is_apart else self._yielded & self._running) | {index}
+                    self._is_apart = False
                     recorded += [(snapshot(batch), random_states())] if self.rerun is None else []
                 yield batch
         finally:
-            self._running.remove(this)
+            self._running.remove(index)
             if self._running:  # this one was that of a validation
-                self._loader = self._running[-1]
+                self._yielded = {*self._running}
                 recorded[:] = recorded if index in self.record.trained_on else []
 
     def _on_length(self, original: Any, loader: DataLoader[Any]) -> int:
@@ -192,7 +192,7 @@ class Recorder:
     def _call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record a call by the script itself; without gradient it begins no step, and after one it is a validation."""
         has_gradient = torch.is_grad_enabled()
-        if not self._has_group() or not (has_gradient or self._has_batch):
+        if not self._has_group() or not (has_gradient or self._yielded or not self.loaders):
             return original(module, *args, **kwargs)
         if has_gradient and self._stepped:
             self._close_step()
@@ -202,11 +202,12 @@ class Recorder:
             # cleared without a step, as after an overflow of a GradScaler
             self.step, self._had_gradients = Step(), False
         if not self.step.calls:
-            self.step.epoch = self._epochs
+            self.step.epoch = len(self.loaders)
         self.tensors.remember(module)
         if self.record.problem:
             self._finish()
             return original(module, *args, **kwargs)
+        self._is_apart |= not has_gradient
         call, args, kwargs = self._enter_module("calls" if has_gradient else "calls_without_gradient", args, kwargs)
         before = random_states()
         self._in_call = True
@@ -286,9 +287,7 @@ class Recorder:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.step.roots += [float(x.detach()) for x in roots if x.ndim == 0]
             self._look_at_cleared()
-            if self._loader is not None and self._loader[0] not in self.record.trained_on:
-                self.record.trained_on.add(self._loader[0])
-                add(self.loaders, self._loader[1])
+            self.record.trained_on |= self._yielded
             self.step.backwards += 1
         original(tensors, grad_tensors, *args, **kwargs)
         self._had_gradients, self._filled = self.tensors.have_gradients(), self._with_gradient()
@@ -375,7 +374,7 @@ class Recorder:
         for name, x, gradient in self.tensors.gradients(held(optimizer)):
             if name in self.step.moved:
                 self.step.moved[name] += sketch(whole(x, self.tensors.groups.get(x)), gradient)
-        self._in_step, self._stepped, self._has_batch = False, True, not self.record.loaders
+        self._in_step, self._stepped, self._yielded = False, True, set()
 
     def _close_step(self) -> None:
         for index, module in enumerate(self.tensors.modules):
