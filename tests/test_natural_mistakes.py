@@ -187,12 +187,15 @@ def without_positives() -> tuple[Tensor, Tensor]:
 
 
 NO_POSITIVE = "no two samples had the same label … MPerClassBatchSampler(labels, m=2"
+OWN_NUMBERS = "each id of this rank's first batch was also another rank's … ids + rank * samples_per_rank"
 SIMILARITIES = "look like a matrix of similarities … Pass the embeddings, [n, d]."
 
-WARNED: dict[str, tuple[str, type[nn.Module], list[Callable[[], tuple[Tensor, ...]]]]] = {
+WARNED: dict[str, tuple[str, Callable[[], nn.Module], list[Callable[[], tuple[Tensor, ...]]]]] = {
     "S and its transpose": (SIMILARITIES, cz.Clip, [similarities] * 2),
     "z zᵀ": (SIMILARITIES, cz.SupCon, [lambda: similarities(False)] * 2),
     "one sample a class": (NO_POSITIVE, cz.SupCon, [without_positives] * 6),
+    "ids of each rank": (OWN_NUMBERS, partial(cz.SogCLR, 16), [lambda: (z(), z(seed=1), torch.arange(8))] * 3),
+    "one id twice": ("", partial(cz.SogCLR, 16), [lambda: (z(), z(seed=1), torch.arange(8) + 7 * rank())] * 3),
     "square embeddings": ("", cz.Clip, [lambda: (z(8, 8) * 2, z(8, 8, seed=1) * 2)]),
     "a collapsed encoder": ("", cz.Clip, [lambda: (z(8, 8) * 0 + 1, z(8, 8) * 0 + 1)]),
     "two of three without positives": ("", cz.SupCon, [without_positives] * 2 + [lambda: (z(), y())] * 4),
@@ -200,6 +203,7 @@ WARNED: dict[str, tuple[str, type[nn.Module], list[Callable[[], tuple[Tensor, ..
     "positives on another rank": ("", cz.SupCon, [lambda: (z(), torch.arange(8))] * 6),
 }
 """Words of the warning, a loss, and what it is called with, step by step."""
+OF_RANKS = "positives on another rank", "ids of each rank"
 
 
 @pytest.mark.parametrize("name", WARNED)
@@ -212,7 +216,7 @@ def test_what_trains_wrongly_warns_once_on_every_rank_and_right_use_does_not(nam
 
     found = worlds.run(2, job)
     assert found[0] == found[1]
-    for texts in found if name == "positives on another rank" else [*found, job()]:
+    for texts in found if name in OF_RANKS else [*found, job()]:
         assert len(texts) == bool(says), texts
         assert_says(" ".join(texts), says)
 

@@ -14,7 +14,9 @@ from contrastive_zoo.engine.plan import ALONE, Plan
 from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, matmul, sum_dtype, unit_rows, without_autocast
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
+from contrastive_zoo.ranks.devices import ValueCheck
 from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.suggestions import first_time, warn_once
 from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 
@@ -155,6 +157,20 @@ class Batch:
         if isinstance(self.world, Session):
             self.world.findings.labels = labels
 
+    def note_ids(self, ids: Tensor) -> None:
+        """Warn, at the wrapper's next call, if a rank's first ids of samples are all among those of other ranks."""
+        local = self.samples.local if self.local_slice is None else self.local_slice
+        later = self.world.findings.later if isinstance(self.world, Session) else None
+        if later is None or len(ids[local]) < _LEAST_IDS or not first_time(f"{self.name}'s ids"):
+            return
+
+        def warn(is_repeated: Sequence[Any]) -> None:
+            if is_repeated[0]:
+                warn_once(f"{self.name}: {_REPEATED_IDS}")
+
+        others = torch.cat([ids[: local.start], ids[local.stop :]])
+        later.append(ValueCheck(torch.isin(ids[local], others).all()[None], warn))
+
     def gather_with_gradient(self, rows: Tensor) -> Tensor:
         """Return the embeddings of all ranks, from which every rank computes the same: each gets the gradient of its own."""
         return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)
@@ -223,6 +239,13 @@ class Batch:
         # every rank derives the same value from the sum, so the gradient on each rank is already complete
         total, count = self.sum(torch.stack([total, count]), gradient="complete").unbind()
         return (total if reduction == "sum" else total / mean_divisor(count.detach())).sum().to(losses.dtype)
+
+
+_LEAST_IDS = 8  # of a rank: a small data set repeats fewer by chance, a sampler a few in its last batch
+_REPEATED_IDS = (
+    "each id of this rank's first batch was also another rank's, and samples with equal ids share an average. If each rank "
+    "numbers its own samples, number those of all ranks: ids + rank * samples_per_rank."
+)
 
 
 def prepared(rows: Tensor, *, normalize: bool) -> Tensor:

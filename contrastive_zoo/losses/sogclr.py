@@ -22,7 +22,7 @@ from contrastive_zoo.ranks.row_checks import described, range_rule, safe_index
 class SogCLR(Loss, Stateful, engine="softmax"):
     r"""Compute the global contrastive loss: each sample's mean over negatives is a moving average over its calls.
 
-    Called as ``loss(view1, view2, ids)``, [n, d] twice and [n] integers, places in the data set.
+    Called as ``loss(view1, view2, ids)``, [n, d] twice and [n] integers, places in the data set of all ranks.
     With z the unit embeddings of all ranks, s_ik = z_i·z_k, N(i) the embeddings of other samples, p the other view of
     embedding i, and v_i and u_i its sample's average before and after the call,
 
@@ -44,7 +44,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
         gamma_decay_epochs: epochs in which γ falls from 1 along a cosine.
         steps_per_epoch: γ is constant within.
         rho: ρ ≥ 0.
-        bimodal: whether views are images and texts.
+        bimodal: views are images and texts.
         normalize: normalise embeddings first.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, over samples.
         check_finite: refuse NaN and infinite embeddings.
@@ -54,7 +54,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
         >>> SogCLR(2, temperature=1.0)(eye, eye, ids)   # log 1 − 1
         tensor(-1.)
 
-    Source: Yuan et al. 2022, §4, https://arxiv.org/abs/2202.12387; iSogCLR: Qiu et al. 2023,
+    Source: Yuan et al. 2022, https://arxiv.org/abs/2202.12387; iSogCLR: Qiu et al. 2023,
     https://arxiv.org/abs/2305.11965; FastCLIP: Wei et al. 2024, https://arxiv.org/abs/2407.01445
     """
 
@@ -112,6 +112,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
 
     def compute(self, batch: Batch) -> Tensor:
         ids = batch.gather_detached(safe_index(batch.rows["ids"].long(), self.num_samples))
+        batch.note_ids(ids)
         t = batch.settings.temperature
         if self.temperature_range is not None:
             self.temperatures.data.clamp_(*self.temperature_range)
