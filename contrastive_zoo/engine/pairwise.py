@@ -116,6 +116,17 @@ class _DotProducts(Function):
         return gradient @ candidates, gradient.t() @ anchors
 
 
+def shifted(
+    anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]
+) -> tuple[Float[Tensor, "c d"], Float[Tensor, "N d"]]:
+    """Return points seen from the first candidate: far from 0 a matmul loses the digits of distances that differences keep.
+
+    The mean would be as good, but equal distances of points such as integers would not stay equal.
+    """
+    origin = candidates[:1].detach()
+    return anchors - origin, candidates - origin
+
+
 def distances(
     anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"], *, squared: bool = False
 ) -> Float[Tensor, "c N"]:

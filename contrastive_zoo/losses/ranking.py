@@ -9,7 +9,7 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.hinges import sum_over_positives
-from contrastive_zoo.engine.pairwise import Metric, dissimilarities, distances
+from contrastive_zoo.engine.pairwise import Metric, dissimilarities, distances, shifted
 from contrastive_zoo.engine.precision import at_least_float32, sum_dtype
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
@@ -169,7 +169,9 @@ class RankNContrast(Loss, engine="rows"):
         return reduce_rows(batch, loss, z, batch.indices(), companions=[(labels, labels)], reduction=self.reduction)
 
     def _losses(self, block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        logits = -dissimilarities(block.anchors, block.candidates, self.metric) / temperature
+        points = block.anchors, block.candidates
+        points = points if self.metric == "similarity" else shifted(*points)
+        logits = -dissimilarities(*points, self.metric) / temperature
         # the anchor itself comes last, and no sum of another candidate contains it
         farthest_first, order = (-_label_distances(*block.companions[0])).masked_fill(~block.negative, 1).sort(1)
         # in float32 the gradient of logcumsumexp errs by the rounding of logits, which may be large

@@ -9,7 +9,7 @@ from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry, Pairs, Summed
-from contrastive_zoo.engine.pairwise import distances
+from contrastive_zoo.engine.pairwise import distances, shifted
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments
@@ -166,7 +166,8 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
     some = block.positive.any(1)
     if not candidates.shape[0]:
         return anchors.sum(1), some
-    squared_distance = block.with_equal_columns(distances(anchors.detach(), candidates.detach(), squared=True))
+    points = shifted(anchors.detach(), candidates.detach())
+    squared_distance = block.with_equal_columns(distances(*points, squared=True))
     neighbour = candidates[squared_distance.masked_fill(~block.positive, torch.inf).argmin(1)]
     squared = (anchors - neighbour).square().sum(1)
     rounding = _ROUNDING_UNITS * torch.finfo(squared.dtype).eps

@@ -126,11 +126,12 @@ def test_a_batch_without_masked_patches_has_no_loss_and_moves_no_centre(centerin
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
-def test_koleo_keeps_the_digits_of_near_neighbours(dense: bool) -> None:
-    """Of neighbours 1e-4 apart a matmul in float32 keeps no digit of the distance."""
+@pytest.mark.parametrize(("apart", "mean"), [(1e-4, 0), (0.5, 1000)])
+def test_koleo_keeps_the_digits_of_near_neighbours(apart: float, mean: int, dense: bool) -> None:
+    """Of neighbours 1e-4 apart, or of all points far from 0, a matmul in float32 keeps no digit of the distance."""
     generator = torch.Generator().manual_seed(0)
     far = torch.randn(6, 5, generator=generator)
-    rows = torch.cat([far, far + 1e-4 * torch.randn(6, 5, generator=generator)])
+    rows = mean + torch.cat([far, far + apart * torch.randn(6, 5, generator=generator)])
     single, double = rows.clone().requires_grad_(), rows.double().requires_grad_()
     with cz.engine.plain_formulas() if dense else torch.enable_grad():
         for z in (single, double):
