@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import contrastive_zoo as cz
@@ -46,6 +46,7 @@ def require_contract(case: Case, batch: GlobalBatch, pools: Pools) -> Trial:
     trainer=st.sampled_from(["mean", "sum"]),
 )
 def test_the_contract_holds(entry: Entry, batch, temperature, learnt, reduction, trainer, pools: Pools) -> None:
+    assume(batch.d > 1 or temperature > 0.05)  # unit embeddings of width 1 have rounding for a gradient, divided by t
     learnt = learnt and entry in LEARNABLE
 
     def make():
