@@ -181,6 +181,7 @@ ANYWHERE: dict[str, Callable[..., Any]] = {
     ),
     "[n, 2] … got int64 [4, 3]": lambda w: w(cz.HMLC(level_weights=[1, 1]))(z(), y()[:, None].repeat(1, last(3, 2))),
     "labels [n, C] are 1 … got 2 … 2": lambda w: w(cz.SupCon())(z(), last(2, 1) * torch.ones(4, 3).long()),
+    "places in the data set, 0 … 8, got -1 … 2": lambda w: w(cz.SogCLR(9))(z(), z(), torch.arange(4) - last(1, 0)),
     "images … do not pair with texts … Pass ids and text_ids": lambda w: w(cz.SigLIP())(z(), z(last(3, 4)), y()),
     "MNRL: … leaves a query its": lambda w: w(cz.MNRL(in_batch_negatives=False))(z(), z(), *[z(), y()] * last(0, 1)),
     "one per row, got 5 for 4 rows … own labels": lambda w: w(cz.SupCon())(z(), y(last(5, 4))),

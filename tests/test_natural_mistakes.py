@@ -203,7 +203,6 @@ WARNED: dict[str, tuple[str, Callable[[], nn.Module], list[Callable[[], tuple[Te
     "positives on another rank": ("", cz.SupCon, [lambda: (z(), torch.arange(8))] * 6),
 }
 """Words of the warning, a loss, and what it is called with, step by step."""
-OF_RANKS = "positives on another rank", "ids of each rank"
 
 
 @pytest.mark.parametrize("name", WARNED)
@@ -216,7 +215,7 @@ def test_what_trains_wrongly_warns_once_on_every_rank_and_right_use_does_not(nam
 
     found = worlds.run(2, job)
     assert found[0] == found[1]
-    for texts in found if name in OF_RANKS else [*found, job()]:
+    for texts in found if name in ("positives on another rank", "ids of each rank") else [*found, job()]:
         assert len(texts) == bool(says), texts
         assert_says(" ".join(texts), says)
 

@@ -43,19 +43,14 @@ NARROW = [name for name in INPUTS if name != "float32"]
 EPS = torch.finfo(torch.float32).eps
 
 
-class Shape(NamedTuple):
-    samples: int
-    features: int
-    mean: float = 0.0
-
-
-SMALL, NARROW_CONE = Shape(12, 7), Shape(48, 16, mean=5.0)
+Shape = tuple[int, int, float]  # samples, features, and the mean that is added to each feature
+SMALL, NARROW_CONE = (12, 7, 0.0), (48, 16, 5.0)
 
 
 def short_rows(entry: Entry, dtype: torch.dtype, shape: Shape = SMALL) -> list[Tensor]:
     """Of lengths around 1, so that losses of bare dot products are not saturated by them; or longer and nearly equal."""
-    rows = ordinary(entry, shape.samples, shape.features)
-    return [(x / 4 + shape.mean).to(dtype) if x.is_floating_point() else x for x in rows]
+    n, d, mean = shape
+    return [(x / 4 + mean).to(dtype) if x.is_floating_point() else x for x in ordinary(entry, n, d)]
 
 
 class Bound(NamedTuple):
@@ -104,7 +99,7 @@ def test_no_loss_is_left_out() -> None:
     ("entry", "inputs", "shape", "temperature"),
     [
         *((x, y, SMALL, 0.1) for i, x in enumerate(EVERY) for j, y in enumerate(NARROW) if EVERY_CASE or i % 3 == j),
-        *drawn(LOSSES, INPUTS, [Shape(64, 64), Shape(48, 7), Shape(5, 2)], [1.0, 0.1, 0.01], one_in=3),
+        *drawn(LOSSES, INPUTS, [(64, 64, 0.0), (48, 7, 0.0), (5, 2, 0.0)], [1.0, 0.1, 0.01], one_in=3),
         *((x, "float32", NARROW_CONE, 1.0) for x in EVERY if x.name.startswith(OF_DIFFERENCES)),
     ],
     ids=str,
@@ -177,7 +172,7 @@ def test_losses_of_anchors_hand_each_rank_its_rows_gradient(entry: Entry, shards
 )
 def test_16_bit_rows_are_summed_in_32_on_ranks(entry: Entry, dtype: torch.dtype, ring: bool, worlds: Worlds) -> None:
     """tests/test_explain.py counts the bytes that a ring sends of them."""
-    shards, rows = (14, 10), short_rows(entry, dtype, Shape(24, 16))
+    shards, rows = (14, 10), short_rows(entry, dtype, (24, 16, 0.0))
 
     def gradients(loss: Callable[..., Tensor], rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.cat(Result.of(loss, rows, dtype).gradients, 1).double()

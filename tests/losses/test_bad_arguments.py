@@ -191,8 +191,8 @@ BAD: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: later(cz.SogCLR(4), temperature_range=(0.1, 1))(Z, Z, LABELS), "no temperatures. Construct another"),
     *(
-        (lambda x=x: cz.HMLC(level_weights=x), "level_weights are a list of non-negative numbers, one for each level")
-        for x in ([1, np.nan], [-1.0], "ab", [None, 1.0], [], EYE[0], np.ones(2), 1.0)
+        (lambda x=x: cz.HMLC(level_weights=x), "level_weights are a list")
+        for x in ([np.nan], [-1], "a", [], EYE[0], 1.0)
     ),
     (lambda: cz.MagFace(3, 2, low_norm=3, high_norm=2), "low_norm < high_norm, got 3 and 2"),
     (lambda: cz.LearnableTemperature(0.001), "1 / max_scale … 0.001 … max_scale=100"),
@@ -282,14 +282,10 @@ def test_a_setting_in_a_tensor_has_any_dtype(dtype: torch.dtype) -> None:
     close(losses[0].centre, losses[1].centre)
 
 
-@pytest.mark.parametrize("centering", ["mean", "sinkhorn"])
-@pytest.mark.parametrize("dtypes", [*permutations([torch.bfloat16, torch.float32, torch.float64], 2)], ids=str)
-def test_a_teacher_has_any_dtype(dtypes: tuple[torch.dtype, torch.dtype], centering: str) -> None:
-    student, teacher = (Z.to(x) for x in dtypes)
-    for make, *counts in ((cz.DINO,), (cz.IBOT, torch.ones(4, dtype=torch.int64))):
-        value, like = (make(3, centering=centering)(student, x, *counts) for x in (teacher, teacher.to(student.dtype)))
-        assert value.dtype == torch.promote_types(student.dtype, torch.float32)
-        assert torch.equal(value, like)
+@pytest.mark.parametrize("loss", [cz.DINO(3).eval(), cz.DINO(3, centering="sinkhorn")], ids=str)
+def test_a_teacher_has_any_dtype(loss: cz.DINO) -> None:
+    for student, teacher in permutations([Z.bfloat16(), Z, Z.double()], 2):
+        assert torch.equal(loss(student, teacher), loss(student, teacher.to(student.dtype)))
 
 
 def test_weights_of_single_ids_are_one_a_query() -> None:
