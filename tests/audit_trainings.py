@@ -309,6 +309,20 @@ def _(x: Any) -> None:
     x.loss = loss
 
 
+@variant("no loader, two views in one call", base=OpenClip)
+def without_loader(x: Any, more: int = 0) -> None:
+    generator = torch.Generator().manual_seed(x.rank)
+    x.loader = torch.randn(3, 1, 8 + more, 64, generator=generator).double()
+    x.loss = lambda y: x.loss_fn(*x.model(torch.cat([y, -y])).chunk(2))
+
+
+@variant("no loader, three views in one call, unequal shards", base=OpenClip)
+def _(x: Any) -> None:
+    without_loader(x, more=x.rank)
+    x.loss_fn = cz.DistributedLoss(cz.NTXent())
+    x.loss = lambda y: x.loss_fn(*x.model(torch.cat([y, -y, y.flip(1)])).chunk(3))
+
+
 @variant("a learning rate that is scaled with W, a sum over the global batch by all_reduce", base=OpenClip)
 def _(x: Any) -> None:
     x.make_optimizer = partial(torch.optim.AdamW, lr=1e-3 * x.world_size)

@@ -37,7 +37,7 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     run = functools.cache(run)
     steps = _steps(records, run)
     if steps and run(Setting()).is_unsure and any(_differing(steps)):
-        steps = min([steps, _steps(records, run, True), _steps(records, run, False)], key=_differing)
+        steps = min([_steps(records, run, True), steps, _steps(records, run, False)], key=_differing)
     differing = (i + 1 for i, x in enumerate(steps[: report.steps]) if any(y.differs for y in x.quantities))
     compared = steps[: next(differing, report.steps)]  # later steps start from another state than one process
     report.quantities = _largest([x.quantities for x in compared])

@@ -88,6 +88,11 @@ class Step:
         return list(dict.fromkeys(y for x in self.calls for y in x.samples))
 
     @property
+    def batch_size(self) -> int:
+        """The samples that the first loss gets; if no loss is known, half of the largest call, as of two views."""
+        return self.losses[0].samples if self.losses else max((len(x.samples) for x in self.calls), default=0) // 2
+
+    @property
     def values(self) -> list[float]:
         """The values of the losses; of those that the script starts a backward pass at, if no loss is known."""
         return [float("nan") if x.value is None else x.value for x in self.losses] or self.roots

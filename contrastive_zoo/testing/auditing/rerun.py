@@ -124,8 +124,9 @@ class Rerun:
         if kind == "calls_without_gradient" and all(x.samples == ranks[0].samples for x in ranks[1:]) and ranks[1:]:
             return args, kwargs  # every rank validates the same samples
         leaves, structure = tree_flatten((args, kwargs))
+        size = self.size or sum(x.batch_size for x in steps)
         if not any(self.first.loaders):
-            leaves = self._of_ranks(ranks, leaves, as_long=False)
+            leaves = self._of_ranks(ranks, leaves, size, as_long=False)
         samples, recorded = digests(leaves), [y for x in ranks for y in x.samples]
         if kind == "calls" and self.sizes and recorded:  # a rank that takes a part of its batch has fewer samples
             self.takes_all = len(samples) * self.sizes[0] == len(ranks[0].samples) * self.size
@@ -136,7 +137,7 @@ class Rerun:
                     self.problem or "the script splits a batch, into other parts in one process than on the ranks"
                 )
             else:  # as an augmentation in the loop, which draws random numbers
-                leaves = self._of_ranks(ranks, leaves, as_long=True)
+                leaves = self._of_ranks(ranks, leaves, size, as_long=True)
                 samples = digests(leaves)
         if kind != "calls":
             return tree_unflatten(leaves, structure)
@@ -152,14 +153,14 @@ class Rerun:
             self.problem = self.problem or "a module draws random numbers, besides those of dropout"
         return tree_unflatten(leaves, structure)
 
-    def _of_ranks(self, calls: Sequence[ModuleCall], leaves: Sequence[Any], as_long: bool) -> list[Any]:
+    def _of_ranks(self, calls: Sequence[ModuleCall], leaves: Sequence[Any], size: int, as_long: bool) -> list[Any]:
         """Replace arguments without gradient by those of all ranks, if they are as long as these together, or are not."""
         result, columns = list(leaves), list(zip(*(call.arguments for call in calls), strict=False))
         if len(columns) != len(leaves):
             return result
         sizes = next(([len(y) for y in x] for x in columns if all(y is not None and y.ndim for y in x)), [])
-        views = sum(sizes) // self.size if self.size else 1
-        if not views or any(size % views for size in sizes):
+        views = sum(sizes) // size if size else 1
+        if not views or any(x % views for x in sizes):
             views = 1
         for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
             is_recorded = isinstance(x, Tensor) and all(y is not None and y.ndim for y in parts) and not x.requires_grad
