@@ -15,6 +15,7 @@ import torch
 import contrastive_zoo
 from contrastive_zoo.testing import check, cli
 from contrastive_zoo.testing.auditing import launch
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from tests.interpreter import python
@@ -114,7 +115,7 @@ BROKEN_MODULES = {
         ("explain nt-xent --set temperature=-.5", 2, "got -0.5"),
         ("explain nt-xnt", 2, "nt-xent"),
         ("explain clip --ring -W 8 --rows 4096", 0, "ring: ring=True"),
-        ("explain arc-face --width 16", 0, "ArcFace, 1 rank × 256 samples of 16 features"),
+        *((f"explain {name} --width 16", 0, "of 16 features") for name in CATALOGUE),
         ("explain pytorch_metric_learning.losses:TripletMarginLoss --call labels -W 4", 0, "TripletMarginLoss, 4"),
     ],
 )

@@ -181,7 +181,7 @@ def explain_step(
             loss, kinds = entry.loss(**settings), [*entry.kinds.values()]
         if not isinstance(loss, contrastive_zoo.DistributedLoss):
             loss = contrastive_zoo.DistributedLoss(loss, ring=ring)
-        of = dict.fromkeys(("labels", "binary", "hierarchy"), torch.int64)
+        of = dict.fromkeys(("labels", "binary", "hierarchy", "counts"), torch.int64)
         tensors = [
             torch.empty(shapes.get(kind, (rows,)), dtype=of.get(kind, torch.float32), device="meta")
             for kind in kinds
