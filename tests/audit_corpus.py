@@ -50,14 +50,8 @@ class Parts:
         data = Pairs(more=self.sampler == "padded")
         if shuffle:
             return DataLoader(data, BATCH, shuffle=True, drop_last=True)
-        seed_of_rank = {"seed": dist.get_rank()}
-        options = {
-            "sharded": {"drop_last": True},
-            "padded": {},
-            "one shard": {"rank": 0},
-            "a seed per rank": seed_of_rank,
-        }
-        return DataLoader(data, BATCH, sampler=DistributedSampler(data, **options[self.sampler]))
+        of = {"sharded": {"drop_last": True}, "one shard": {"rank": 0}, "a seed per rank": {"seed": dist.get_rank()}}
+        return DataLoader(data, BATCH, sampler=DistributedSampler(data, **of.get(self.sampler, {})))
 
     def augment(self, batch: dict[str, Tensor]) -> list[Tensor]:
         return [AUGMENTATIONS[self.augmentation](x) for x in batch.values()]

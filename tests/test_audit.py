@@ -23,7 +23,7 @@ from contrastive_zoo.testing.auditing import diagnosis, recorder, rerun
 from contrastive_zoo.testing.auditing.diagnosis import PROBES
 from contrastive_zoo.testing.auditing.launch import audit, audit_script
 from contrastive_zoo.testing.auditing.tensors import unit_of_rounding
-from contrastive_zoo.testing.evidence import Ratio
+from contrastive_zoo.testing.evidence import Comparison, Ratio
 from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from contrastive_zoo.testing.worlds import Worlds
@@ -230,6 +230,12 @@ def test_the_status_says_not_compared() -> None:
     assert AuditReport("", [WorldReport(2)]).status == 2
 
 
+def test_a_small_value_in_a_low_precision_has_no_factor() -> None:
+    values = torch.full((2, 1), 0.05, dtype=torch.float64)
+    found = Comparison(values, values[0], None, None, tolerance=0.03)
+    assert [found.has_values(x) for x in (0.5, 0.99, 1.0, 2.0)] == [False, True, True, False]
+
+
 def test_the_report_in_plain_types() -> None:
     world = WorldReport(2, 3, quantities=[Quantity("value", Ratio(math.inf, 0.0, math.inf), 1e-9)])
     world.findings = [Diagnosis("times W")]
@@ -288,7 +294,7 @@ VIEWS = setup(OWN, "views that the loop draws, and samples that skip a layer")
 LACKING = [  # validations are taken for the step; the precision is unknown; views are drawn again
     (Parts("DDP", validation="train mode, whole set").train, (recorder.Recorder, "_call", with_gradient)),
     (Parts("DDP", encoder="autocast inside of forward").train, (recorder, "unit_of_rounding", lambda x: 0.0)),
-    (VIEWS, (rerun.Rerun, "_of_ranks", lambda self, calls, leaves, as_long: list(leaves))),
+    (VIEWS, (rerun.Rerun, "_of_ranks", lambda self, calls, leaves, size, as_long: list(leaves))),
 ]
 
 

@@ -105,7 +105,7 @@ class Comparison:
         return len(self.values)
 
     def near(self, x: Tensor, y: Tensor) -> bool:
-        return torch.allclose(x, y.expand_as(x), rtol=self.tolerance, atol=self.tolerance)
+        return all(Ratio.between(of_rank, y).error <= self.tolerance for of_rank in torch.atleast_2d(x))
 
     def has_values(self, factor: float) -> bool:
         return self.near(self.values, factor * self.expected)

@@ -17,9 +17,7 @@ from contrastive_zoo.testing.report import Quantity, WorldReport
 FACTOR_TOLERANCE = 1e-3  # relative difference of equal factors; those of a reduced precision are powers of two
 # Mistakes that are inferred, and are no mistake of a training that is the same on one process: a sum over micro-batches
 # may be wanted, a factor may be undone later
-INFERRED = {
-    *("accumulation not divided", "accumulation divided twice", "times W", "divided by W", "gathered first"),
-}
+INFERRED = {"accumulation not divided", "accumulation divided twice", "times W", "divided by W", "gathered first"}
 # Mistakes that explain wrong gradients, from which no other one is then inferred
 EXPLAINED_BY = {
     *("no process group", "different numbers of steps", "unequal parameters", "gathered first", "detached"),
@@ -221,10 +219,8 @@ def _of_settings(step: StepEvidence) -> Found:
             pairs += [("optimizer", y, z) for y, z in zip(groups, x.settings.get(i, ()), strict=False)]
         for what, y, z in pairs:
             for name in (name for name in y if name in z and str(y[name]) != str(z[name])):
-                yield (
-                    "unequal settings",
-                    f"the {name} of the {what} is {y[name]} on rank 0 and {z[name]} on rank {rank}",
-                )
+                found = f"the {name} of the {what} is {y[name]} on rank 0 and {z[name]} on rank {rank}"
+                yield "unequal settings", found
 
 
 # The probes of every step, in the order in which their findings are reported
@@ -261,12 +257,8 @@ def _notes(step: StepEvidence) -> Iterator[str]:
     of_batches = {1.0: "a mean", first.micro_batches: "a sum", 1 / first.micro_batches: "divided twice"}
     if first.factor and alone and not _named(alone, of_batches):
         yield f"the script multiplies the loss by {alone:.4g}, also in one process: a weight"
-    is_equal = all(torch.allclose(step.values(x), step.values(first), rounding, rounding) for x in step.ranks)
-    if not is_equal and step.is_local_mean:
-        yield (
-            "each rank returns the loss of its own anchors; the mean of the ranks is the value of one process: log that "
-            "mean"
-        )
+    if worst(map(step.values, step.ranks), step.values(first)).error > rounding and step.is_local_mean:
+        yield "each rank returns the loss of its own anchors; their mean is the value of one process: log that mean"
     if names := [x for x in step.names("loss") if x in first.decayed]:
         yield (
             f"weight decay moves {names[0]} of the loss towards 0, a learnt temperature towards 1: give the optimizer "

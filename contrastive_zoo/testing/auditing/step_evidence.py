@@ -169,8 +169,8 @@ class StepEvidence(Evidence):
         """Whether the mean of the ranks' values is that of one process, whatever each is."""
         if self.one is None:
             return False
-        bound = self.tolerance(self.values)
-        return torch.allclose(torch.stack([*map(self.values, self.ranks)]).mean(0), self.values(self.one), bound, bound)
+        mean = torch.stack([*map(self.values, self.ranks)]).mean(0)
+        return Ratio.between(mean, self.values(self.one)).error <= self.tolerance(self.values)
 
     @property
     def factor(self) -> float:
