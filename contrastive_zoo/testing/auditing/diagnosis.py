@@ -219,8 +219,8 @@ def _of_settings(step: StepEvidence) -> Found:
             pairs += [("optimizer", y, z) for y, z in zip(groups, x.settings.get(i, ()), strict=False)]
         for what, y, z in pairs:
             for name in (name for name in y if name in z and str(y[name]) != str(z[name])):
-                found = f"the {name} of the {what} is {y[name]} on rank 0 and {z[name]} on rank {rank}"
-                yield "unequal settings", found
+                measured = f"the {name} of the {what} is {y[name]} on rank 0 and {z[name]} on rank {rank}"
+                yield "unequal settings", measured
 
 
 # The probes of every step, in the order in which their findings are reported
