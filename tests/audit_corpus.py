@@ -21,6 +21,7 @@ import contrastive_zoo as cz
 from tests.audit_parts import AUGMENTATIONS, BATCH, ENCODERS, HALF, LOSSES, OPTIMIZERS, SCHEDULES, VALIDATIONS, Pairs
 
 Wrap = Callable[["Parts", Any], nn.Module]
+OfModel = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def start(parts: Parts, wrap: Wrap = in_ddp) -> tuple[Any, nn.Module, torch.opti
     return model, loss_fn, parts.make_optimizer(*trained), parts.make_loader()
 
 
-def loop(parts: Parts, wrap: Wrap = in_ddp, after_backward: Callable[[Any], object] = lambda model: None) -> None:
+def loop(parts: Parts, wrap: Wrap = in_ddp, reduce: OfModel = id, clip: OfModel = id) -> None:  # id does nothing
     model, loss_fn, optimizer, loader = start(parts, wrap)
     scheduler = SCHEDULES[parts.schedule](optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=parts.precision == "GradScaler")
@@ -113,8 +114,9 @@ def loop(parts: Parts, wrap: Wrap = in_ddp, after_backward: Callable[[Any], obje
             loss = loss_fn(*parts.forward(model, batch))
             (model if parts.clears == "the model" else optimizer).zero_grad()
             scaler.scale(loss).backward()
+            reduce(model)  # before each scaler looks for an overflow, which may be that of one rank
             scaler.unscale_(optimizer)
-            after_backward(model)
+            clip(model)
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
@@ -280,12 +282,12 @@ def fabric(parts: Parts) -> None:
 
 
 TRAINERS: dict[str, Callable[[Parts], None]] = {
-    "DDP": partial(loop, after_backward=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
-    "average_gradients": partial(loop, wrap=lambda parts, encoder: encoder, after_backward=cz.average_gradients),
+    "DDP": partial(loop, clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+    "average_gradients": partial(loop, wrap=lambda parts, encoder: encoder, reduce=cz.average_gradients),
     "no average": partial(loop, wrap=lambda parts, encoder: encoder),
     "GradCache": partial(loop, wrap=lambda parts, encoder: cz.GradCache(in_ddp(parts, encoder), 4)),
     "FSDP2": partial(loop, wrap=in_fsdp2),
-    "FSDP1": partial(loop, wrap=in_fsdp1, after_backward=lambda model: model.clip_grad_norm_(1.0)),
+    "FSDP1": partial(loop, wrap=in_fsdp1, clip=lambda model: model.clip_grad_norm_(1.0)),
     "accumulation": accumulation,
     "accumulation, not divided": partial(accumulation, divisor=1),
     "accumulation, divided twice": partial(accumulation, divisor=4),

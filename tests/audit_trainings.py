@@ -129,11 +129,12 @@ class OpenClip(Right):
         self.loss_fn = ClipLoss(self.rank, self.world_size)
         self.load(Views(), shards=self.world_size)
 
-    def load(self, data: Dataset[Any], *, shards: int = 0, shard: int | None = None) -> None:
+    def load(self, data: Any, *, shards: int = 0, shard: int | None = None) -> DataLoader[Any]:
         """Load a shard of the data, by default this rank's; or all of them, whatever the rank."""
         shard = self.rank if shard is None else shard
         sampler = DistributedSampler(data, shards, shard) if shards else None
         self.loader = DataLoader(data, 16 // (shards or 1), sampler=sampler)
+        return self.loader
 
     def start_epoch(self, epoch: int) -> None:
         """Leave the first order: no training takes a second epoch."""
@@ -239,13 +240,10 @@ def _(x: Any) -> None:
 
 @variant("a loader of each view, and a validation by an iterator", base=OpenClip)
 def _(x: Any) -> None:
-    x.load(Views())
-    assert sum(1 for _ in x.loader) == 6  # as for a mean of all samples
-    validation, loaders = iter(x.loader), []
-    for view in zip(*Views(), strict=True):
-        x.load(view, shards=x.world_size)
-        loaders.append(x.loader)
-    x.loader = zip(*loaders, strict=True)
+    samples = x.load(Views())
+    assert sum(1 for _ in samples) == 6  # as for a mean of all samples
+    validation = iter(samples)
+    x.loader = zip(*[x.load(view, shards=x.world_size) for view in zip(*Views(), strict=True)], strict=True)
     x.end_step = torch.no_grad()(lambda: x.model(next(validation)[0]))
 
 
