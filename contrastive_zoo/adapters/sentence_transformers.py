@@ -15,15 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, broadcast
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, word_problem
-from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
+from contrastive_zoo.ranks.session import Session, agree, agree_on_shards, refuse
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
+from contrastive_zoo.wrapper.call_history import CallHistory, join_problem, watch_joins
 from contrastive_zoo.wrapper.distributed import GradReduction, LossAttributes
 
 with needed("contrastive_zoo.adapters.sentence_transformers", "sentence-transformers[train]>=6"):
@@ -38,6 +40,7 @@ ENCODERS = (SentenceTransformer, SparseEncoder, MultiVectorEncoder)
 _OF_SPARSE = ("sentence_embedding_backbone", *(f"decoded_embedding_{x}" for x in ("k", "4k", "aux", "k_pre_bias")))
 _OF_SAMPLES = ("sentence_embedding", *_OF_SPARSE)
 _OF_TOKENS = "token_embeddings", "attention_mask"  # of a MultiVectorEncoder's output
+_OF_A_RANK = {"mini_batch_size", "show_progress_bar"}  # what may differ between ranks
 
 
 class DistributedSentenceLoss(LossAttributes):
@@ -60,8 +63,9 @@ class DistributedSentenceLoss(LossAttributes):
     Raises:
         ValueError: an unknown ``grad_reduction``; a loss without such an encoder, one that gathers, trains two encoders or
             a decoder, or embeds chunks otherwise than by a gradient cache of its own. At the call with several ranks, on
-            every rank alike: ranks that differ in columns, widths or dtypes, columns or labels that are not one per
-            sample, NaN or infinite embeddings, an empty global batch; ``AdaptiveLayerLoss`` around a compiled encoder.
+            every rank alike: ranks that differ in the loss, its settings, columns, widths or dtypes, or after the first
+            call in its parameters; columns or labels that are not one per sample, NaN or infinite embeddings, an empty
+            global batch, an active ``join()``; ``AdaptiveLayerLoss`` around a compiled encoder.
 
     Examples:
         >>> import torch
@@ -97,7 +101,8 @@ class DistributedSentenceLoss(LossAttributes):
         self._guides = [x for x in encoders.values() if x is not self.model]
         self._cached = next((x for x in loss.modules() if _is_cached(x)), None)
         self._holders = [(x, name) for x in loss.modules() for name, y in x.named_children() if y is self.model]
-        self._parameters_are_equal = False
+        self._history = CallHistory()
+        watch_joins()
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
         """Return the loss of all ranks' sentences, given the local inputs of each column, and labels if it takes any."""
@@ -114,18 +119,31 @@ class DistributedSentenceLoss(LossAttributes):
         return value
 
     def _of_all_ranks(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
-        name, encoder = type(self.loss).__name__, _core(self.model)
+        name, encoder, history = type(self.loss).__name__, _core(self.model), self._history
+        watch_joins()  # a wrapper may have come by pickle
+        modules = LossModules(self.loss)
+        of_encoders = {x for model in (self.model, *self._guides) for x in model.modules()}
+        modules.by_path = {path: x for path, x in modules.by_path.items() if x not in of_encoders}
+        held = {key: x for key, x in modules.settings().items() if key.rpartition(".")[2] not in _OF_A_RANK}
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
         is_of_layers = any(isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules())
         words = "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
         problem = words if is_of_layers and not isinstance(encoder, SentenceTransformer) else None
-        settings = {"grad_reduction": self.grad_reduction, "number of columns": len(columns)}
-        result = agree_on_shards(name, named, world=world, problem=problem, settings=settings)
-        rows = result[0] if result else None
+        settings = {**held, "grad_reduction": self.grad_reduction, "number of columns": len(columns)}
+        state = modules.shared_state() if history.wrapper else {}  # the first call copies it
+        agreed = agree(
+            name, named, world=world, problem=problem or join_problem(), settings=settings, wrapper=history.wrapper,
+            made=history.made, level=history.fingerprint(state, {}).level if state else None, state=state,
+        )  # fmt: skip
+        history.calls, history.wrapper = history.calls + 1, agreed.wrapper
+        world.state.alive[agreed.wrapper] = history
+        rows = agreed.shards[0] if agreed.shards else None
         if isinstance(labels, Tensor) and rows is not None:
             refuse_empty(name, rows)
             labels = all_gather(labels, gradient="complete", shards=rows, process_group=world)
-        self._copy_parameters_from_rank_0(encoder, world)
+        if agreed.wrapper == agreed.number:  # the first call: ranks with different seeds drew different ones
+            for x in modules.shared_state().values():
+                x.data.copy_(broadcast(x.detach(), process_group=world))
 
         device = next((x.device for x in self.model.parameters()), None)
         if self._cached is not None:
@@ -192,16 +210,6 @@ class DistributedSentenceLoss(LossAttributes):
             nothing = 0 * embed_nothing(columns[0], with_grad=True)[0].sum()
             value = tree_map(lambda x: x + nothing.to(x.dtype), value)
         return value
-
-    def _copy_parameters_from_rank_0(self, encoder: nn.Module, world: World) -> None:
-        """Copy the loss's own parameters and buffers from rank 0, once: ranks with different seeds drew different ones."""
-        if self._parameters_are_equal:
-            return
-        of_encoders = {x for model in (encoder, *self._guides) for x in (*model.parameters(), *model.buffers())}
-        for x in (*self.loss.parameters(), *self.loss.buffers()):
-            if x not in of_encoders:
-                x.data.copy_(broadcast(x.detach(), process_group=world))
-        self._parameters_are_equal = True
 
 
 def _encoders(loss: nn.Module) -> dict[str, nn.Module]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.testing.worlds import RankError, Worlds
+from contrastive_zoo.wrapper import call_history
 from tests.adapters import sentence_losses as table
 from tests.adapters.sentence_losses import MNRL, SCORES, D, N, bert, drawn, features, library, loss_of, make, words
 from tests.helpers import EVERY_CASE, Pools, assert_says, close, distance, error_message
@@ -179,6 +181,14 @@ def test_refusals_name_the_fix(checkpoint: str) -> None:
         distributed(loss_of(words(), MNRL), grad_reduction="avg")
 
 
+def softmax_loss() -> Any:
+    return distributed(loss_of(words(), "SoftmaxLoss", {"embedding_dimension": D, "num_labels": 3}).double())
+
+
+def classify(loss: Any) -> None:
+    loss(features(2, slice(2)), table.CLASSES[:2])
+
+
 def complaints() -> list[tuple[str, str | None]]:
     """Return messages, and what each must say."""
     mistaken = dist.get_rank() == 1
@@ -186,6 +196,15 @@ def complaints() -> list[tuple[str, str | None]]:
     def job(key: str, columns: int, labels: Tensor | None, rows: int = 2, model: Any = None, **settings: Any) -> Any:
         loss = distributed(loss_of(model or words(), key, settings).double())
         return error_message(lambda: loss(features(columns, slice(rows)), labels))
+
+    def again(change: Callable[[Any], Any]) -> str | None:
+        """Call a loss with classes, and once more after a change on rank 1."""
+        classify(loss := softmax_loss())
+        if mistaken:
+            change(loss)
+        text = error_message(lambda: classify(loss))
+        call_history.JOINED.clear()
+        return text
 
     spoilt = words()
     with torch.no_grad():
@@ -203,6 +222,10 @@ def complaints() -> list[tuple[str, str | None]]:
         ("no rank brought a row", job(MNRL, 2, None, rows=0)),
         ("one of sentence_embedding, ", job(MNRL, 2, None, model=nameless.double())),
         ("returns a dict … got None", job("GISTEmbedLoss", 2, None, guide=guide)),
+        ("scale: rank 0 has 20.0, rank 1 has 5.0", job(MNRL, 2, None, scale=5.0 if mistaken else 20.0)),
+        ("the loss: rank 0 has CoSENTLoss", job("AnglELoss" if mistaken else "CoSENTLoss", 2, drawn(2))),
+        ("classifier.bias", again(lambda loss: loss.classifier.bias.data.add_(1))),
+        ("join() is active", again(lambda _: call_history.JOINED.append(SimpleNamespace(_enable=True)))),
     ]
 
 
@@ -212,6 +235,19 @@ def test_bad_input_is_refused_on_every_rank_alike(worlds: Worlds) -> None:
     assert found[0] == found[1] == found[2]
     for says, text in found[0]:
         assert_says(text, says)
+
+
+def in_another_order() -> None:
+    losses = softmax_loss(), softmax_loss()
+    for index in (0, 1, dist.get_rank()):
+        classify(losses[index])
+
+
+@pytest.mark.trainers
+def test_losses_that_ranks_call_in_another_order_are_refused(worlds: Worlds) -> None:
+    """As the Trainer does with several data sets, of which it gives each rank a batch of another one."""
+    with pytest.raises(RankError, match="out of step: rank 0 is in SoftmaxLoss, which is wrapper number"):
+        worlds.run(2, in_another_order)
 
 
 def draws() -> tuple[Tensor, Tensor]:
