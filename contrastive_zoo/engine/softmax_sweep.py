@@ -127,11 +127,13 @@ class SoftmaxSweep(Sweep):
     ) -> None:  # fmt: skip
         """Write scaled products of rows i and columns j into ``out``; −inf where a sum leaves them out."""
         a, b = left[i], right[j]
-        if isinstance(scale, Tensor):
+        if a.inverse is not None:  # long embeddings' products may overflow if they are scaled before
+            torch.mm(a.rows, b.rows.T, out=out)
+            Operand(a.rows, scale * a.inverse).normalize(out, b)
+        elif isinstance(scale, Tensor):
             torch.mm(a.rows, b.rows.T, out=out).mul_(scale)
         else:
             torch.addmm(out, a.rows, b.rows.T, beta=0, alpha=scale, out=out)
-        a.normalize(out, b)
         if excluded is not None:
             clear_excluded(out, excluded[i] - j.start, -torch.inf)
         if diagonal:
@@ -201,7 +203,7 @@ class SoftmaxSweep(Sweep):
                 block_drows[i].addmm_(weights, b.rows, beta=0 if index == j.start == 0 else 1, alpha=alpha)
                 if part is not None and not diagonal:
                     if a.inverse is not None:
-                        weights.mul_(a.inverse[:, None]).div_(b.inverse)
+                        weights.div_(b.inverse).mul_(a.inverse[:, None])
                     part[j].addmm_(weights.T, a.rows, beta=0 if i.start == 0 else 1, alpha=alpha)
             if index and part is not None:
                 yield part

@@ -105,6 +105,20 @@ def test_one_exponential_where_it_can(scale: float, exact: bool) -> None:
     torch.testing.assert_close(found.double(), s.logsumexp(1), rtol=1e-6, atol=2e-5 * scale / 10)
 
 
+@pytest.mark.parametrize("scale", [100.0, torch.tensor(100.0)], ids=["a number", "learnt"])
+def test_the_length_of_16_bit_embeddings_changes_no_bit(scale: float | Tensor) -> None:
+    """Up to 1.8e19: the square of a longer one overflows in float32."""
+    factors = [torch.nn.functional.normalize(numbers(40, 8, seed=seed), dim=1).bfloat16() for seed in (0, 1)]
+
+    def outcome(length: float) -> list[Tensor]:
+        rows = [x.float().requires_grad_() for x in factors]
+        longer = [length * x for x in factors]
+        r, c, _ = softmax.log_sum_exps(*rows, scale=scale, unit_norm=True, factors=longer, **alone(40))
+        return [r, c, *torch.autograd.grad(r.sum() + 2 * c.sum(), rows)]
+
+    assert all(map(torch.equal, outcome(2.0**63), outcome(1.0)))
+
+
 def test_a_row_far_from_all_others_is_not_lost() -> None:
     """Its sum is below what a common shift can hold; without the second arithmetic R is off or infinite."""
     z = torch.zeros(5, 3)
