@@ -23,7 +23,8 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
     """Replace every gradient of ``module`` by its mean over all ranks: what DDP does during the backward pass.
 
     Call it after ``backward()``, and before gradients are unscaled or clipped and ``optimizer.step()``, on every rank, with
-    ``grad_reduction="mean"``, the default of ``DistributedLoss``. A missing gradient counts as zero; where all ranks miss it, it stays missing.
+    ``grad_reduction="mean"``, the default of ``DistributedLoss``. A missing gradient counts as zero; where all ranks miss
+    it, it stays missing.
 
     Args:
         module: a module with equal parameters on every rank.
