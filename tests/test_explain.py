@@ -243,10 +243,11 @@ def test_memory_of_a_small_batch(name: str, sizes: list[int]) -> None:
     assert_near(*compared(case_of(name, sizes[rank], 128), sizes, rank, split=False))
 
 
-def test_cached_logits() -> None:
-    for budget in (0, 2**20, 2**30):
+@pytest.mark.parametrize("name", ["clip", "prefixes"])
+def test_cached_logits(name: str) -> None:
+    for budget in (0, 2**20, 2**21, 2**30):
         with cz.engine.memory_budget(budget):
-            assert_near(*compared(case_of("clip", 256, 256), [256] * 8, 2))
+            assert_near(*compared(case_of(name, 256, 256), [256] * 8, 2))
 
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -61,7 +61,7 @@ class Pairs(NamedTuple):
         scratch *= not kernel
         diagonal = n // height * height**2 + (n % height) ** 2 if of.one_tower else 0
         others = of.pairs - (n * n + diagonal) // 2 if of.one_tower else of.pairs
-        cached = 0 if kernel else min(budget(), (diagonal + others) * of.wide)
+        cached = 0 if kernel else to.cached((diagonal + others) * of.wide)
         again = diagonal + others - cached // of.wide
         to.flop += 2 * of.width * (2 * diagonal + (2 + learns) * others + again)
         factors = (n + of.candidates.size) * of.row if of.item < FLOAT else 0  # in float32
@@ -214,7 +214,7 @@ class Tokens(NamedTuple):
             to.bring([self.documents], of, of.item, backward=backward)
         to.give_back("gradients of documents", of, of.row, ring=to.ring, backward=True)
         to.flop += 2 * of.width * of.pairs * (1 + self.searched)
-        positions = min(budget(), of.pairs / max(1, self.mean_length)) + of.anchors * of.row / 16
+        positions = to.cached(of.pairs / max(1, self.mean_length)) + of.anchors * of.row / 16
         _, scratch = to.tile(of)
         to.hold(positions, 2 * scratch, of.both + max(to.moving(of), 3 * scratch))
 

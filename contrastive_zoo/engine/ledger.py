@@ -10,7 +10,7 @@ import torch
 from contrastive_zoo.engine.exchange import lengths, schedule
 from contrastive_zoo.engine.plan import Plan, Rows, Situation
 from contrastive_zoo.engine.softmax_arithmetic import shift_window
-from contrastive_zoo.engine.tiling import tile_size
+from contrastive_zoo.engine.tiling import budget, tile_size
 from contrastive_zoo.ranks.world import SMALL_MESSAGE, Shards
 
 FLOAT, SUM = 4, 8  # bytes of what engines compute with at least, and of their sums, labels and indices
@@ -97,6 +97,7 @@ class Ledger:
     cache: Number = 0  # bytes, until a sum of losses is computed
     peak: Number = 0
     backward_peak: Number = 0  # above what is kept
+    available: Number = field(default_factory=budget)  # bytes of the budget that are left for cached logits
 
     def __post_init__(self) -> None:
         self.ranks = self.situation.world_size if self.plan.work == "own anchors" else 1
@@ -195,6 +196,12 @@ class Ledger:
         self.kept += kept
         self.peak = max(self.peak, self.kept + self.cache + forward)
         self.backward_peak = max(self.backward_peak, backward)
+
+    def cached(self, size: Number) -> Number:
+        """Return how many of these bytes are cached: as many as fit into what the step's other entries leave of the budget."""
+        cached = min(self.available, size)
+        self.available -= cached
+        return cached
 
     def arrived(self, of: _Sizes, item: int) -> int:
         return 0 if self.ring or self.ranks == 1 else of.candidates.total * of.width * item
