@@ -112,6 +112,7 @@ class Blocks(NamedTuple):
     width: int = 0  # of candidates that are made for this entry, such as concatenated features
     matmuls: Number = 3  # of N × d × N, forward and backward
     columns: int = 0  # what each rank compares its anchors with beside the candidates, such as class weights
+    pair_bytes: int = 0  # of all matrices that a block makes, for each of its similarities; 0: as of most losses
 
     def note(self, to: Ledger) -> None:
         # whether the weight of an anchor is known in the backward pass only
@@ -138,7 +139,7 @@ class Blocks(NamedTuple):
         to.flop += 2 * of.width * (of.pairs + of.anchors * self.columns) * (self.matmuls + later)
         local, total = (of.anchors + of.candidates.size) * of.row, of.candidates.total * of.row
         height = block_height(compared * of.wide, budget(), on_cpu=to.situation.on_cpu)
-        matrices = _MATRICES * min(of.anchors, height) * compared * of.wide
+        matrices = min(of.anchors, height) * compared * (self.pair_bytes or _MATRICES * of.wide)
         arrived, sweep = to.arrived(of, of.wide), 2 * total + max(total, matrices)
         to.hold(local if self.width else 0)
         if later:

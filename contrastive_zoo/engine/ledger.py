@@ -198,7 +198,7 @@ class Ledger:
         self.backward_peak = max(self.backward_peak, backward)
 
     def cached(self, size: Number) -> Number:
-        """Return how many of these bytes are cached: as many as fit into what the step's other entries leave of the budget."""
+        """Return how many of these bytes are cached: as many as fit into what earlier entries leave of the budget."""
         cached = min(self.available, size)
         self.available -= cached
         return cached

@@ -161,7 +161,9 @@ class RankNContrast(Loss, engine="rows"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         learnt = stated.learnt("temperature")
-        return [Blocks(["embeddings"], companions=["labels"], parameters=learnt, reduction=self.reduction)]
+        of_64_bits = 14 * 8  # bytes of the matrices at the peak, such as those of the order and of sums
+        blocks = Blocks(["embeddings"], companions=["labels"], parameters=learnt, reduction=self.reduction)
+        return [blocks._replace(pair_bytes=of_64_bits)]
 
     def compute(self, batch: Batch) -> Tensor:
         z, labels = batch.candidates("embeddings", normalize=self.normalize), batch.rows["labels"]
