@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
 from contrastive_zoo.engine.plan import Plan, Situation
-from contrastive_zoo.engine.tiling import BLOCK_BYTES, TILE_BYTES, block_height, budget
+from contrastive_zoo.engine.tiling import BLOCK_BYTES, TILE_BYTES, block_height, budget, tile_size
 from contrastive_zoo.ranks.randomness import state_bytes
 from contrastive_zoo.ranks.world import HEADER_BYTES
 
@@ -200,24 +200,32 @@ class Gathered(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Late interaction: the best document token of each query token."""
+    """Late interaction: the best token of each document for each query token, and a loss of the scores."""
 
     queries: str
-    documents: str
-    mean_length: Number  # of documents, in tokens
+    documents: Names
+    matrices: float  # as large as the scores that the loss holds at its peak
     searched: bool = False  # whether the best of all documents' tokens are found first
 
     def note(self, to: Ledger) -> None:
-        of = to.prepare([self.queries], [self.documents])
-        to.hold(to.arrived(of, of.item))
-        to.to_all("gather of lengths", max(to.rows[self.documents.removeprefix("tokens of ")].shards.sizes) * SUM)
-        for backward in (False, True):
-            to.bring([self.documents], of, of.item, backward=backward)
-        to.give_back("gradients of documents", of, of.row, ring=to.ring, backward=True)
-        to.flop += 2 * of.width * of.pairs * (1 + self.searched)
-        positions = to.cached(of.pairs / max(1, self.mean_length)) + of.anchors * of.row / 16
-        _, scratch = to.tile(of)
-        to.hold(positions, 2 * scratch, of.both + max(to.moving(of), 3 * scratch))
+        queries, *documents = (to.shards([x.removeprefix("tokens of ")]) for x in (self.queries, *self.documents))
+        wide = max(FLOAT, to.rows[self.queries].itemsize)
+        height, width = tile_size(wide, on_cpu=to.situation.on_cpu)
+        scores = queries.size * sum(x.total for x in documents) * wide
+        for name, sets in zip(self.documents, documents, strict=True):
+            of = to.prepare([self.queries], [name])
+            to.hold(to.arrived(of, of.item))
+            to.to_all("gather of lengths", max(sets.sizes) * SUM)
+            for backward in (False, True):
+                to.bring([name], of, of.item, backward=backward)
+            to.give_back("gradients of documents", of, of.row, ring=to.ring, backward=True)
+            to.flop += 2 * of.width * of.pairs * (1 + self.searched)
+            positions = to.cached(of.anchors * sets.total) + of.anchors * of.row / 16
+            _, scratch = to.tile(of)
+            at_once = min(max(sets.sizes), width * sets.total / max(1, of.candidates.total))  # documents of a block
+            selected = min(height * width, of.anchors * at_once) * (5 * SUM + 2 * wide)  # keys, their order, weights
+            to.hold(positions, scores + 2 * scratch, of.both + scores + max(to.moving(of), 3 * scratch, selected))
+        to.hold(backward=self.matrices * scores)
 
 
 class Products(NamedTuple):

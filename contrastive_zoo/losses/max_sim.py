@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ class LateInteractionLoss(Loss, engine="tokens"):
     token_reduction: TokenReduction = "sum"
     normalize: bool = True
     reduction: Reduction = "mean"
+
+    matrices: ClassVar[float] = 4.25  # as large as the scores that compute holds at its peak, and a mask
 
     @staticmethod
     def inputs(
@@ -65,11 +67,9 @@ class LateInteractionLoss(Loss, engine="tokens"):
         return "a batch of tokens is not small"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        (queries, *others), lengths = stated.inputs.host, stated.inputs.host
-        means = {name: sum(lengths[name]) / max(1, len(lengths[name])) for name in others}
-        how = {"searched": self.__dict__.get("top_k") is not None}
-        tokens = (Tokens(f"tokens of {queries}", f"tokens of {name}", mean, **how) for name, mean in means.items())
-        return [*self.scale_of(stated)[1], *tokens, *self.reduced()]
+        queries, *others = (f"tokens of {name}" for name in stated.inputs.host)
+        tokens = Tokens(queries, others, self.matrices, searched=self.__dict__.get("top_k") is not None)
+        return [*self.scale_of(stated)[1], tokens, *self.reduced()]
 
     def scores(
         self, batch: Batch, top_k: int | None = None
@@ -226,6 +226,8 @@ class M3(LateInteractionLoss):
     lexical_loss_weight: Annotated[float, _CONSTANT] = 0.1
     distillation: Annotated[float, _CONSTANT._replace(high=1)] = 0.5
     token_reduction: TokenReduction = "mean"
+
+    matrices: ClassVar[float] = 17.25  # beside its dot products
 
     @staticmethod
     def inputs(  # type: ignore[override]  # more than tokens
