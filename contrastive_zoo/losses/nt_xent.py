@@ -95,7 +95,8 @@ class DCL(TwoViewLoss, engine="rows"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, learnt = [*stated.inputs.rows], stated.learnt("temperature")
         of_weights = [] if self.sigma is None else [Gathered(names[:1], stated.wide)]
-        return [*of_weights, Blocks(names, companions=[8], parameters=learnt, reduction=self.reduction)]
+        blocks = Blocks(names, companions=[8], parameters=learnt, reduction=self.reduction)
+        return [*of_weights, blocks._replace(pair_bytes=3 * stated.wide + 2)]  # and two masks
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.candidates(*batch.rows, normalize=self.normalize), batch.indices(times=2)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs, Summed
+from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Local, Pairs, Summed
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import LabelledPairs
 from contrastive_zoo.engine.plan import Needs
@@ -337,6 +337,10 @@ class TupletMargin(RowLoss):
 
     temperature: Temperature = 1 / 64
     margin: Annotated[float, _ANGLE] = 5.73
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        (blocks,) = super().entries(stated)
+        return [cast(Blocks, blocks)._replace(pair_bytes=12 * stated.wide + 3)]  # and three masks
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         cos, beta = block.anchors @ block.candidates.T, math.radians(self.margin)
