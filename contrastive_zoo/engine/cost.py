@@ -317,11 +317,13 @@ class Local(NamedTuple):
     rows: Names = ()
     flop: Number = 0
     bytes: float = 0  # held until the backward pass
+    blocks: int = 0  # matrices of these bytes, or of a tile if it is larger, that the backward pass makes
 
     def note(self, to: Ledger) -> None:
         count = to.shards(self.rows).size if self.rows else 1
         to.flop += count * self.flop
-        to.hold(count * self.bytes)
+        tile = TILE_BYTES if to.situation.on_cpu else 32 * TILE_BYTES
+        to.hold(count * self.bytes, backward=self.blocks * max(tile, count * self.bytes))
 
 
 class UserCode(NamedTuple):

@@ -14,7 +14,6 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry, Local, Slices, Summed
 from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.statistics import centered, sliced_distance, waves
-from contrastive_zoo.engine.tiling import TILE_BYTES
 from contrastive_zoo.loss_base.families import of_views
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Constant, Number, Share, Size, field
@@ -134,7 +133,9 @@ class SIGReg(_Sliced):
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, slices = [*stated.inputs.rows], self.num_slices
         waves = Summed(2 * self.num_points * slices * len(names) * stated.wide)
-        return [waves, Local(names, 4 * slices * stated.width, 5 * slices * stated.wide), Local(bytes=2 * TILE_BYTES)]
+        directions, projections = Local(bytes=stated.width * slices * stated.wide), slices * stated.wide
+        kept = Local(names, 4 * slices * stated.width, 2 * (stated.width * stated.wide + projections))
+        return [waves, directions, kept, Local(names, bytes=projections, blocks=5)]
 
     def spread(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         # views share a message

@@ -258,7 +258,8 @@ class _ClusterLoss(Loss, engine="statistics"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         products = Local([*stated.inputs.rows], 6 * self.prototypes.numel(), 5 * self.num_prototypes * stated.wide)
-        return [*super().entries(stated), Shared(self.prototypes.nbytes), products]
+        joined = stated.held(3)  # views in one tensor, and its gradient
+        return [*super().entries(stated), joined, Shared(self.prototypes.nbytes), products]
 
     def similarities(self, batch: Batch, rows: Float[Tensor, "... d"]) -> Float[Tensor, "... K"]:
         """Return the cosines of embeddings and prototypes."""
