@@ -254,10 +254,13 @@ class Slices(NamedTuple):
         to.to_all("gather of embeddings", of.largest * of.row)
         to.sum("sum of distances", of.wide)
         to.give_back("gradients of embeddings", of, of.row, backward=True)
-        local = len(range(of.candidates.rank, self.directions, to.ranks))
-        projected = 4 * of.candidates.total + 2 * self.targets * to.shards(self.rows[:1]).total
-        to.flop += local * of.width * projected
-        to.hold(to.arrived(of, of.wide), TILE_BYTES, TILE_BYTES)
+        local, total = len(range(of.candidates.rank, self.directions, to.ranks)), of.candidates.total
+        targets = self.targets * to.shards(self.rows[:1]).total
+        tile = TILE_BYTES if to.situation.on_cpu else 32 * TILE_BYTES
+        again = local > max(1, tile // (6 * max(1, total) * of.wide))  # blocks, which the backward pass computes again
+        to.flop += local * of.width * 2 * ((2 + again) * total + (1 + again) * targets)
+        drawn = (self.directions + targets) * of.row
+        to.hold(to.arrived(of, of.wide) + drawn, drawn + tile / 2, 2 * total * of.row + tile)
 
 
 class Classes(NamedTuple):

@@ -219,7 +219,7 @@ class VISReg(_Views):
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, size = [*stated.inputs.rows], len(stated.inputs.rows) * stated.width * stated.wide
         moments = Summed(size, partial=True), Summed(2 * size)
-        return [stated.held(3), *moments, Slices(names, self.num_slices), *self.reduced()]
+        return [stated.held(2), *moments, Slices(names, self.num_slices), *self.reduced()]
 
     def spread(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         settings, flat = batch.settings, z.flatten(1)
@@ -278,7 +278,7 @@ class RDMReg(_Sliced):
         return Inputs({"view 0": view1, "view 1": view2}, self.directions_problem("views", view1))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [stated.held(3), Slices([*stated.inputs.rows], self.num_slices, targets=True), *self.reduced()]
+        return [Slices([*stated.inputs.rows], self.num_slices, targets=True), *self.reduced()]
 
     def of_views(self, batch: Batch, z: Float[Tensor, "n v d"]) -> Float[Tensor, ""]:
         settings = batch.settings
