@@ -216,7 +216,7 @@ HELD: list[tuple[tuple[str, ...], int, list[int], int, dict[str, Any]]] = [
     ((*FAMILIES, "circle"), 512, [128, 256, 64, 0, 256, 256, 0, 128], 1, {}),
     ((*FAMILIES, "views of 16 bits"), 512, [256] * 8, 2, {"ring": True}),
     (("nt-xent", "clip", "sup-con", "circle", "vicreg", "barlow-twins", "rank-n-contrast",
-      "max-sim", "m3", "dcl", "tuplet-margin", "lejepa", "visreg", "rdmreg", "swav", "msn"), 256, [1024], 0, {}),
+      "max-sim", "m3", "dcl", "hcl", "tuplet-margin", "lejepa", "visreg", "rdmreg", "swav", "msn"), 256, [1024], 0, {}),
     (("classes", "drawn classes", "proxies"), 256, [1024] * 2, 1, {}),
     (("drawn classes",), 512, [256] * 2, 1, {}),
     (("m3",), 256, [64] * 8, 2, {}),

@@ -153,7 +153,8 @@ class HCL(TwoViewLoss, engine="rows"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         learnt = stated.learnt("temperature", "tau_plus", "beta")
-        return [Blocks([*stated.inputs.rows], parameters=learnt, reduction=self.reduction)]
+        blocks = Blocks([*stated.inputs.rows], parameters=learnt, reduction=self.reduction)
+        return [blocks._replace(pair_bytes=5 * stated.wide + 2)]  # and two masks
 
     def compute(self, batch: Batch) -> Tensor:
         z, log_negatives = batch.candidates(*batch.rows, normalize=True), math.log(max(1, 2 * batch.total - 2))
