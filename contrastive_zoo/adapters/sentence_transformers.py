@@ -62,9 +62,9 @@ class DistributedSentenceLoss(LossAttributes):
 
     Raises:
         ValueError: an unknown ``grad_reduction``; a loss without such an encoder, one that gathers, trains two encoders or
-            a decoder, or embeds chunks otherwise than by a gradient cache of its own. At the call with several ranks, on
-            every rank alike: ranks that differ in the loss, its settings, columns, widths or dtypes, or after the first
-            call in its parameters; columns or labels that are not one per sample, NaN or infinite embeddings, an empty
+            a decoder, or embeds chunks otherwise than by a gradient cache of its own. At the call with several ranks, the
+            same on every rank: another loss, other settings, columns, widths or dtypes on some rank, or other parameters
+            after the first call; columns or labels that are not one per sample, NaN or infinite embeddings, an empty
             global batch, an active ``join()``; ``AdaptiveLayerLoss`` around a compiled encoder.
 
     Examples:
@@ -121,9 +121,7 @@ class DistributedSentenceLoss(LossAttributes):
     def _of_all_ranks(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
         name, encoder, history = type(self.loss).__name__, _core(self.model), self._history
         watch_joins()  # a wrapper may have come by pickle
-        modules = LossModules(self.loss)
-        of_encoders = {x for model in (self.model, *self._guides) for x in model.modules()}
-        modules.by_path = {path: x for path, x in modules.by_path.items() if x not in of_encoders}
+        modules = LossModules(self.loss, apart={x for of in (self.model, *self._guides) for x in of.modules()})
         held = {key: x for key, x in modules.settings().items() if key.rpartition(".")[2] not in _OF_A_RANK}
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
         is_of_layers = any(isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules())

@@ -157,7 +157,7 @@ class Batch:
         if isinstance(self.world, Session):
             self.world.findings.labels = labels
 
-    def note_ids(self, ids: Tensor) -> None:
+    def note_ids(self, ids: Tensor, warning: str) -> None:
         """Warn, at the wrapper's next call, if a rank's first ids of samples are all among those of other ranks."""
         local = self.samples.local if self.local_slice is None else self.local_slice
         later = self.world.findings.later if isinstance(self.world, Session) else None
@@ -166,7 +166,7 @@ class Batch:
 
         def warn(is_repeated: Sequence[Any]) -> None:
             if is_repeated[0]:
-                warn_once(f"{self.name}: {_REPEATED_IDS}")
+                warn_once(f"{self.name}: {warning}")
 
         others = torch.cat([ids[: local.start], ids[local.stop :]])
         later.append(ValueCheck(torch.isin(ids[local], others).all()[None], warn))
@@ -242,10 +242,6 @@ class Batch:
 
 
 _LEAST_IDS = 8  # of a rank: a small data set repeats fewer by chance, a sampler a few in its last batch
-_REPEATED_IDS = (
-    "each id of this rank's first batch was also another rank's, and samples with equal ids share an average. If each rank "
-    "numbers its own samples, number those of all ranks: ids + rank * samples_per_rank."
-)
 
 
 def prepared(rows: Tensor, *, normalize: bool) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
 from contrastive_zoo.engine.plan import Plan, Situation
-from contrastive_zoo.engine.tiling import BLOCK_BYTES, TILE_BYTES, block_height, budget, tile_size
+from contrastive_zoo.engine.tiling import BLOCK_BYTES, block_height, budget, tile_bytes, tile_size
 from contrastive_zoo.ranks.randomness import state_bytes
 from contrastive_zoo.ranks.world import HEADER_BYTES
 
@@ -256,7 +256,7 @@ class Slices(NamedTuple):
         to.give_back("gradients of embeddings", of, of.row, backward=True)
         local, total = len(range(of.candidates.rank, self.directions, to.ranks)), of.candidates.total
         targets = self.targets * to.shards(self.rows[:1]).total
-        tile = TILE_BYTES if to.situation.on_cpu else 32 * TILE_BYTES
+        tile = tile_bytes(on_cpu=to.situation.on_cpu)
         again = local > max(1, tile // (6 * max(1, total) * of.wide))  # blocks, which the backward pass computes again
         to.flop += local * of.width * 2 * ((2 + again) * total + (1 + again) * targets)
         drawn = (self.directions + targets) * of.row
@@ -325,7 +325,7 @@ class Local(NamedTuple):
     def note(self, to: Ledger) -> None:
         count = to.shards(self.rows).size if self.rows else 1
         to.flop += count * self.flop
-        tile = TILE_BYTES if to.situation.on_cpu else 32 * TILE_BYTES
+        tile = tile_bytes(on_cpu=to.situation.on_cpu)
         to.hold(count * self.bytes, backward=self.blocks * max(tile, count * self.bytes))
 
 

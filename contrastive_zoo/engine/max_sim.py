@@ -189,7 +189,7 @@ class MaxSimSweep(Sweep):
 
     def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of a rank's documents: their columns of the scores, and which of the rank's tokens they have."""
-        elements = tiling.tile_bytes(queries) // queries.dtype.itemsize
+        elements = tiling.tile_bytes(on_cpu=queries.is_cpu) // queries.dtype.itemsize
         sizes = tiling.tile_shape(queries)[1], max(1, elements // max(1, len(queries)))
         for sets, index in padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes):
             yield columns.start + sets, index
@@ -257,7 +257,7 @@ def best_tokens(
     rows, candidates = queries.rows, tokens.rows[index.flatten()].T
     best = rows.new_empty(len(rows), len(index))
     position = torch.empty_like(best, dtype=small_integer(index.shape[1])) if select else None
-    height = max(1, tiling.tile_bytes(rows) // (index.numel() * rows.dtype.itemsize))
+    height = max(1, tiling.tile_bytes(on_cpu=rows.is_cpu) // (index.numel() * rows.dtype.itemsize))
     for top in range(0, len(rows), height):
         part = slice(top, top + height)
         similarity = rows[part] @ candidates

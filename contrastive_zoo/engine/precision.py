@@ -146,7 +146,7 @@ class _UnitRows(Function):
 def _chunks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same rows of several tensors, as many at a time as a quarter of a tile holds of the first tensor."""
     first = rows[0]
-    height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes))
+    height = max(1, tile_bytes(on_cpu=first.is_cpu) // 4 // max(1, first[:1].nbytes))
     return zip(*(x.split(height) for x in rows), strict=True)
 
 

@@ -51,7 +51,7 @@ def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k
         angles = t[:, None, None] * x
         return torch.stack([angles.cos().sum(1), angles.sin().sum(1)], 1)
 
-    return by_blocks(sums, max(1, tile_bytes(x) // max(1, x.nbytes)), [t], [x]).transpose(0, 1)
+    return by_blocks(sums, max(1, tile_bytes(on_cpu=x.is_cpu) // max(1, x.nbytes)), [t], [x]).transpose(0, 1)
 
 
 def sliced_distance(
@@ -72,7 +72,7 @@ def sliced_distance(
         return torch.stack([(x.sort(dim=1, stable=True).values - goal).square().mean(1) for x in equal]).sum(0)
 
     matrices = 6 * len(views)  # of the projections' size: sorted ones, their indices, expected ones, differences
-    height = max(1, tile_bytes(z) // (matrices * batch.total * z.element_size()))
+    height = max(1, tile_bytes(on_cpu=z.is_cpu) // (matrices * batch.total * z.element_size()))
     return batch.sum(by_blocks(errors, height, [local], views).sum(), gradient="complete") / (len(unit) * len(views))
 
 

@@ -40,7 +40,7 @@ def tile_shape(like: Tensor) -> tuple[int, int]:
 
 
 def tile_size(itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
-    elements = (TILE_BYTES if on_cpu else 32 * TILE_BYTES) // itemsize
+    elements = tile_bytes(on_cpu=on_cpu) // itemsize
     height = 2 ** max(0, int(math.log2(max(1, elements // 2)) / 2))
     return height, max(1, elements // height)
 
@@ -51,8 +51,8 @@ def tile_scratch(rows: Tensor, columns: int) -> Tensor:
     return rows.new_empty(min(height, len(rows)) * min(width, columns))
 
 
-def tile_bytes(like: Tensor) -> int:
-    return TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES
+def tile_bytes(*, on_cpu: bool) -> int:
+    return TILE_BYTES if on_cpu else 32 * TILE_BYTES
 
 
 def block_rows(columns: int, dtype: torch.dtype) -> int:
@@ -172,8 +172,8 @@ def keep_freed_memory(size: int = 300_000_000) -> bool:
     """Let glibc's malloc keep up to ``size`` bytes that this process has freed; return whether this system has glibc.
 
     By default malloc returns blocks as large as a tile to the system and fetches them again in the next step. On a CPU
-    this takes 4 to 17 % of the time of a loss of 2,048 to 8,192 embeddings. malloc keeps them by itself once the program
-    has freed a block of nearly 32 MiB; most models do in their first steps. Call this function once, before the training.
+    this takes 4 to 17 % of the time of a loss of 2,048 to 8,192 embeddings. Call this function once, before the training.
+    A model needs it rarely: once the program has freed a block of nearly 32 MiB, malloc keeps later ones by itself.
     It replaces ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` for the whole process.
 
     Args:

@@ -32,9 +32,10 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 class LossModules:
     """The modules of a loss by path, walked once a step: what ranks compare of them, and what a step changes in them."""
 
-    def __init__(self, loss: Any, *, third_party: bool = True) -> None:
+    def __init__(self, loss: Any, *, third_party: bool = True, apart: AbstractSet[nn.Module] = frozenset()) -> None:
         self.loss, self.third_party = loss, third_party
-        self.by_path: dict[str, nn.Module] = dict(loss.named_modules()) if isinstance(loss, nn.Module) else {}
+        of_loss = loss.named_modules() if isinstance(loss, nn.Module) else ()
+        self.by_path: dict[str, nn.Module] = {path: x for path, x in of_loss if x not in apart}
 
     def settings(self) -> dict[str, str]:
         """What ranks compare as text: the class of every module by its path, its attributes, and the kind of its tensors.

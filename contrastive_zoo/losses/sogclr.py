@@ -112,7 +112,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
 
     def compute(self, batch: Batch) -> Tensor:
         ids = batch.gather_detached(safe_index(batch.rows["ids"].long(), self.num_samples))
-        batch.note_ids(ids)
+        batch.note_ids(ids, _REPEATED_IDS)
         t = batch.settings.temperature
         if self.temperature_range is not None:
             self.temperatures.data.clamp_(*self.temperature_range)
@@ -143,6 +143,12 @@ class SogCLR(Loss, Stateful, engine="softmax"):
         least, epochs = least * torch.ones_like(self.steps, dtype=dtype), self.gamma_decay_epochs
         progress = (self.steps // self.steps_per_epoch).clamp(max=epochs).to(dtype) / max(1, epochs)
         return least + (1 - least) * (1 + (math.pi * progress).cos()) / 2 if epochs else least
+
+
+_REPEATED_IDS = (
+    "each id of this rank's first batch was also another rank's, and samples with equal ids share an average. If each rank "
+    "numbers its own samples, number those of all ranks: ids + rank * samples_per_rank."
+)
 
 
 def _moved(log_u: Tensor, log_g: Tensor, gamma: Tensor) -> Tensor:
