@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.pairwise import first_of_equals, share_across_blocks, with_equal_columns
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.tiling import budget
+from contrastive_zoo.engine.tiling import USUAL_MATRICES, budget
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compiling import inner_graph
@@ -83,7 +83,8 @@ class BlockLoss:
     The function returns the losses of the block's anchors, [c], and whether or how many times each of them counts, [c];
     row i depends on anchor i only. A loss that adds several means returns them as ``terms`` columns, [c, terms] both. A
     setting that is a tensor is learnable; ``module`` is the user's module that the function calls, if there is one. The
-    function compares anchors with ``columns`` more than the candidates, such as class weights.
+    function compares anchors with ``columns`` more than the candidates, such as class weights, and makes ``matrices`` as
+    large as the similarities of the block, which ``explain`` counts.
     """
 
     def __init__(
@@ -92,11 +93,12 @@ class BlockLoss:
         *,
         terms: int = 1,
         columns: int = 0,
+        matrices: float = USUAL_MATRICES,
         module: nn.Module | None = None,
         **settings: Any,
     ) -> None:
         self.function, self.settings = function, settings
-        self.terms, self.columns, self.module = terms, columns, module
+        self.terms, self.columns, self.matrices, self.module = terms, columns, matrices, module
 
     @classmethod
     def of(cls, function: Callable[..., tuple[Tensor, Tensor]], settings: SimpleNamespace, **more: Any) -> "BlockLoss":

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
 from contrastive_zoo.engine.plan import Plan, Situation
-from contrastive_zoo.engine.tiling import BLOCK_BYTES, block_height, budget, tile_bytes, tile_size
+from contrastive_zoo.engine.tiling import BLOCK_BYTES, USUAL_MATRICES, block_height, budget, tile_bytes, tile_size
 from contrastive_zoo.ranks.randomness import state_bytes
 from contrastive_zoo.ranks.world import HEADER_BYTES
 
@@ -112,7 +112,7 @@ class Blocks(NamedTuple):
     width: int = 0  # of candidates that are made for this entry, such as concatenated features
     matmuls: Number = 3  # of N × d × N, forward and backward
     columns: int = 0  # what each rank compares its anchors with beside the candidates, such as class weights
-    pair_bytes: int = 0  # of all matrices that a block makes, for each of its similarities; 0: as of most losses
+    matrices: float = USUAL_MATRICES  # as large as a block's similarities that the loss makes
 
     def note(self, to: Ledger) -> None:
         # whether the weight of an anchor is known in the backward pass only
@@ -137,9 +137,9 @@ class Blocks(NamedTuple):
             to.sum("whether the loss has drawn random numbers", FLOAT)
         compared = of.candidates.total + self.columns
         to.flop += 2 * of.width * (of.pairs + of.anchors * self.columns) * (self.matmuls + later)
-        local, total = (of.anchors + of.candidates.size) * of.row, of.candidates.total * of.row
+        local, total = (of.anchors + of.candidates.size) * of.row, compared * of.row
         height = block_height(compared * of.wide, budget(), on_cpu=to.situation.on_cpu)
-        matrices = min(of.anchors, height) * compared * (self.pair_bytes or _MATRICES * of.wide)
+        matrices = min(of.anchors, height) * compared * self.matrices * of.wide
         arrived, sweep = to.arrived(of, of.wide), 2 * total + max(total, matrices)
         to.hold(local if self.width else 0)
         if later:
@@ -272,6 +272,7 @@ class Classes(NamedTuple):
     rows: Names
     classes: int
     each: int = 1  # weight vectors of a class
+    matrices: float = 7  # as large as a block's similarities that the loss makes, of which three are kept
     drawn: int | None = None  # how many of the classes a step draws, or those of all samples if these are more
     # of sharded weights: how many numbers of an embedding ranks add up, and whether each has a limit, which is gathered
     sums: int = 1
@@ -300,10 +301,11 @@ class Classes(NamedTuple):
         at_once = anchors <= height
         matrix = min(height, anchors) * centers * of.wide
         to.flop += 2 * of.width * anchors * centers * (3 if at_once else 4)
-        kept, later = (3, 4) if at_once else (0, 6)
+        kept = 3 if at_once else 0
         local = self.classes if shards is None else shards.size
         of_all = 0 if self.drawn is None else local * self.each * of.row  # weights, and their gradient
-        to.hold(of_all + 2 * weights + kept * matrix, backward=2 * weights + max(of_all, 2 * rows + later * matrix))
+        held = 2 * rows + (self.matrices - kept) * matrix
+        to.hold(of_all + 2 * weights + kept * matrix, backward=2 * weights + max(of_all, held))
 
     def _drawn(self, to: Ledger) -> int:
         assert self.drawn is not None
@@ -365,7 +367,6 @@ class Member(NamedTuple):
 
 
 _KEYS = 5  # tensors of random numbers, one for each class, while they are computed
-_MATRICES = 8  # as large as a block's similarities, of most losses
 
 
 def cost_of(plan: Plan, situation: Situation, entries: Sequence[Entry], *, classes: int | None = None) -> Cost:

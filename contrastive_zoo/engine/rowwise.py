@@ -116,7 +116,8 @@ def reduce_towers(
 def blocks_of(loss: BlockLoss, anchors: Names, candidates: Names | Stored = (), **how: Any) -> Blocks:
     """Return what :func:`reduce_rows` of a loss sends, as data."""
     parameters = [x.nbytes for x in loss.learnable.values()]
-    return Blocks(anchors, candidates, parameters=parameters, terms=loss.terms, columns=loss.columns, **how)
+    of_loss: Any = {"terms": loss.terms, "columns": loss.columns, "matrices": loss.matrices}
+    return Blocks(anchors, candidates, parameters=parameters, **of_loss, **how)
 
 
 @without_autocast

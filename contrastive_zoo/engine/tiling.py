@@ -66,8 +66,8 @@ def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         yield slice(start, min(rows, start + height))
 
 
-# matrices as large as the block's similarities that a loss makes: Circle, more than most, and a simple loss
-MATRICES_PER_BLOCK, FEWEST_MATRICES = 16, 4
+# matrices as large as the block's similarities that a loss makes: Circle, more than most, a usual loss, and a simple one
+MATRICES_PER_BLOCK, USUAL_MATRICES, FEWEST_MATRICES = 16, 8.0, 4
 # height of a block below which its fixed cost, a pass over the gradients of all candidates, is noticeable
 LOW_BLOCK = 64
 

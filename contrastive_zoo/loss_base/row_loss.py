@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,6 +12,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_rows
+from contrastive_zoo.engine.tiling import USUAL_MATRICES
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.loss_modules import is_third_party
@@ -83,6 +84,7 @@ class RowLoss(AnchorLoss):
     reduction: Reduction = "mean"
 
     terms = 1  # the number of means that the loss adds: rows() returns [c, terms] if there are several
+    matrices: ClassVar[float] = USUAL_MATRICES  # [c, N] that it makes at once, which explain counts
 
     def similarity(self, anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """Return the dot products of anchors and candidates. A loss on distances overrides this with its distance."""
@@ -130,7 +132,8 @@ class RowLoss(AnchorLoss):
             replaced = {name: learnable[name] for name in parameters}
             return torch.func.functional_call(_OnBlock(loss), replaced, (block,))
 
-        return BlockLoss(on_block, terms=self.terms, module=loss, **values, **parameters)
+        of_block: dict[str, Any] = {"terms": self.terms, "matrices": self.matrices, "module": loss}
+        return BlockLoss(on_block, **of_block, **values, **parameters)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
         if len(args) == 1 and not named and args[0].ndim == 3:  # several views of each sample

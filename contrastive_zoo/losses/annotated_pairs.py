@@ -52,7 +52,8 @@ class CoSENT(Loss, engine="statistics"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         gathered = Gathered(["queries"], stated.wide), Gathered(["scores"], stated.inputs.rows["scores"].dtype.itemsize)
-        return [stated.held(2.6), *self.scale_of(stated)[1], *gathered]
+        copies = 3 if self.similarity == "cosine" else 3.5
+        return [stated.held(copies), *self.scale_of(stated)[1], *gathered]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
@@ -109,7 +110,7 @@ class OnlineContrastive(Loss, engine="statistics"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         extremes = [Summed(2 * stated.wide)] * 2
-        return [stated.held(2), *map(Shared, stated.learnt("margin")), *extremes, *self.reduced()]
+        return [stated.held(3), *map(Shared, stated.learnt("margin")), *extremes, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))

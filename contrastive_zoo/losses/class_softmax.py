@@ -1,7 +1,7 @@
 """Losses with weights for each class: softmax over classes, with margins, and proxies as anchors."""
 
 import math
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry, Local, Shared, Summed
+from contrastive_zoo.engine.cost import Classes, Entry, Local, Shared, Summed
 from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
 from contrastive_zoo.loss_base.class_loss import ClassLoss, ClassSoftmax, ShardableClassLoss
 from contrastive_zoo.loss_base.loss import CallInputs
@@ -279,7 +279,8 @@ class CenterLoss(ClassLoss, engine="statistics"):
     reduction: Reduction = "mean"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [stated.held(2), Shared(self.weights.nbytes), *self.reduced()]
+        rows, weights = stated.inputs.rows["embeddings"].numel() * stated.wide, self.weights.nbytes
+        return [Local(bytes=max(4 * rows + weights, 2 * rows + 3 * weights)), Shared(weights), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = self.pairs(batch, normalize=False, normalize_weights=False)
@@ -318,8 +319,9 @@ class ProxyAnchor(ClassLoss):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         of_classes = len(self.weights) * stated.wide
-        compared = [x for x in super().entries(stated) if not isinstance(x, Summed)]
-        return [*compared, *[Summed(of_classes)] * 4, Summed(8 * len(self.weights))]
+        *others, compared = (x for x in super().entries(stated) if not isinstance(x, Summed))
+        of_blocks = cast(Classes, compared)._replace(matrices=5.5)
+        return [*others, of_blocks, *[Summed(of_classes)] * 4, Summed(8 * len(self.weights))]
 
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.shared_settings

@@ -48,7 +48,7 @@ class BalSCL(AnchorLoss, ClassLoss, engine="rows"):
     temperature: Temperature = 0.1
 
     def block_loss(self, batch: Batch) -> BlockLoss:
-        return BlockLoss.of(_balanced, batch.settings, columns=len(self.weights))
+        return BlockLoss.of(_balanced, batch.settings, columns=len(self.weights), matrices=5.5)
 
 
 def _balanced(block: AnchorBlock, weights: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class MultiPositive(Loss, engine="rows"):
         ids = "key_ids" if "key_ids" in stated.inputs.rows else "ids"
         directions = [("queries", "keys"), ("keys", "queries")][: 1 + self.symmetric]
         how: Any = {"companions": [ids, ids], "parameters": stated.learnt("temperature"), "reduction": self.reduction}
-        return [Blocks([x], [y], **how) for x, y in directions]
+        return [Blocks([x], [y], matrices=6, **how) for x, y in directions]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.candidates(name, normalize=self.normalize) for name in ("queries", "keys"))

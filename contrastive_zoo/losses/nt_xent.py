@@ -95,8 +95,7 @@ class DCL(TwoViewLoss, engine="rows"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, learnt = [*stated.inputs.rows], stated.learnt("temperature")
         of_weights = [] if self.sigma is None else [Gathered(names[:1], stated.wide)]
-        blocks = Blocks(names, companions=[8], parameters=learnt, reduction=self.reduction)
-        return [*of_weights, blocks._replace(pair_bytes=3 * stated.wide + 2)]  # and two masks
+        return [*of_weights, Blocks(names, companions=[8], parameters=learnt, reduction=self.reduction, matrices=3.5)]
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.candidates(*batch.rows, normalize=self.normalize), batch.indices(times=2)
@@ -153,8 +152,7 @@ class HCL(TwoViewLoss, engine="rows"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         learnt = stated.learnt("temperature", "tau_plus", "beta")
-        blocks = Blocks([*stated.inputs.rows], parameters=learnt, reduction=self.reduction)
-        return [blocks._replace(pair_bytes=5 * stated.wide + 2)]  # and two masks
+        return [Blocks([*stated.inputs.rows], parameters=learnt, reduction=self.reduction, matrices=5.5)]
 
     def compute(self, batch: Batch) -> Tensor:
         z, log_negatives = batch.candidates(*batch.rows, normalize=True), math.log(max(1, 2 * batch.total - 2))

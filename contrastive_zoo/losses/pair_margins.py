@@ -132,6 +132,8 @@ class ThresholdConsistentMargin(RowLoss):
 
     terms = 2
 
+    matrices = 5.5
+
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         low, high = positive & (similarity <= self.positive_margin), negative & (similarity >= self.negative_margin)
         positive_term = self.positive_weight * (self.positive_margin - similarity).where(low, 0)
@@ -176,6 +178,8 @@ class RankedList(RowLoss):
     t_n: NonNegative = 10.0
     imbalance: Share = 0.5
     epsilon: NonNegative = 0.0
+
+    matrices = 9.5
 
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         return distances(anchors, candidates)
@@ -232,6 +236,8 @@ class Margin(RowLoss):
     num_classes: Size | None = None
     learn_beta: bool = True
     nu: NonNegative = 0.0
+
+    matrices = 6.5
 
     def __post_init__(self) -> None:
         arguments = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta

@@ -1,6 +1,7 @@
 """Ranking: soft average precision, histograms of similarities, and the order of continuous labels."""
 
 from functools import reduce
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -22,6 +23,8 @@ class _SoftRanks(RowLoss):
 
     temperature: Temperature = 0.01
     with_self: bool = False
+
+    matrices = 6.5
 
     def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
         """Return the penalties on one positive of each anchor, [c], given what share of embeddings is before it, [c, N]."""
@@ -99,6 +102,8 @@ class FastAP(RowLoss):
 
     num_bins: Bins = 10
 
+    matrices = 10.5
+
     def settings_problem(self) -> str | None:
         unit = "its histogram spans the distances of unit rows. Leave normalize=True."
         return super().settings_problem() or (None if self.normalize else unit)
@@ -160,10 +165,9 @@ class RankNContrast(Loss, engine="rows"):
         return Inputs({"embeddings": embeddings, "labels": labels.detach()[..., None]})
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        learnt = stated.learnt("temperature")
-        of_64_bits = 14 * 8  # bytes of the matrices at the peak, such as those of the order and of sums
-        blocks = Blocks(["embeddings"], companions=["labels"], parameters=learnt, reduction=self.reduction)
-        return [blocks._replace(pair_bytes=of_64_bits)]
+        of_64_bits = 14  # matrices, such as those of the order and of sums
+        how: Any = {"parameters": stated.learnt("temperature"), "matrices": of_64_bits * 8 / stated.wide}
+        return [Blocks(["embeddings"], companions=["labels"], reduction=self.reduction, **how)]
 
     def compute(self, batch: Batch) -> Tensor:
         z, labels = batch.candidates("embeddings", normalize=self.normalize), batch.rows["labels"]

@@ -134,7 +134,7 @@ class CyclicConsistency(Loss, engine="statistics"):
         return Inputs({"images": images, "texts": texts})
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [stated.held(3), *[entry for _ in range(3) for entry in stated.products()]]
+        return [stated.held(3.3), *[entry for _ in range(3) for entry in stated.products()]]
 
     def compute(self, batch: Batch) -> Tensor:
         x, y = (batch.prepared(of, normalize=True) for of in batch.rows.values())

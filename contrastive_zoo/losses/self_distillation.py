@@ -60,6 +60,9 @@ class NegativeCosine(Loss, engine="statistics"):
     def inputs(self, predictions: Float[Tensor, "n d"], targets: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": predictions, "view 1": targets})
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(2.25), *self.reduced()]
+
     def compute(self, batch: Batch) -> Tensor:
         predictions, targets = batch.rows.values()
         p, z = (batch.prepared(x, normalize=True) for x in (predictions, targets.detach()))

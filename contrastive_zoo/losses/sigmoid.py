@@ -85,7 +85,7 @@ class SigLIP(ImageTextLoss, LogitScale, engine="sigmoid", has_kernel=True):
         if not ids:
             return super().entries(stated)
         learnt = stated.learnt("temperature", "logit_bias")
-        return [Blocks(["images"], ["texts"], ids=ids[-1], parameters=learnt, reduction=self.reduction)]
+        return [Blocks(["images"], ["texts"], ids[-1], parameters=learnt, reduction=self.reduction, matrices=6.5)]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)

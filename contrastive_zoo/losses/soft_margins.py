@@ -93,6 +93,8 @@ class MultiSimilarity(RowLoss):
     base: Number = 0.5
     epsilon: Number | None = None
 
+    matrices = 5.5
+
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         any_pair = any_in_row(positive) | any_in_row(negative)
         if self.epsilon is not None:
@@ -135,9 +137,9 @@ class LiftedStructure(LabelledLoss, engine="rows"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, width = ["embeddings"], stated.inputs.rows["embeddings"].shape[1]
-        crowding = Blocks(names, ids="labels", parameters=stated.learnt("neg_margin"), reduction="none")
+        crowding = Blocks(names, (), "labels", parameters=stated.learnt("neg_margin"), reduction="none", matrices=5.5)
         learnt = stated.learnt("pos_margin")
-        return [crowding, Blocks(names, (), "labels", parameters=learnt, reduction=self.reduction, width=width + 1)]
+        return [crowding, crowding._replace(parameters=learnt, reduction=self.reduction, width=width + 1)]
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates("embeddings", normalize=self.normalize)
@@ -188,6 +190,8 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
 
     pos_margin: Number = 0.0
     neg_margin: Number = 1.0
+
+    matrices = 6.0
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         farthest = masked_log_sum_exp(similarity - self.sign * self.pos_margin, positive, empty=0.0)

@@ -107,6 +107,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
             others = views[::-1] if self.bimodal else [["view 0", "view 1"]] * 2
             pairs = [Pairs(x, y, 1.0, False, False, False) for x, y in zip(views, others, strict=True)]
             compared = [Shared(len(self.log_u) * self.temperatures.itemsize, views[0]), *pairs, *self.reduced()]
+            compared.append(stated.held(5))  # of each direction, scaled by temperatures
         stored = [Gathered(views[0], len(self.log_u) * stated.wide)] if self.training else []
         return [Gathered(["ids"], 8), Local(bytes=self.log_u.nbytes), *compared, *stored]
 

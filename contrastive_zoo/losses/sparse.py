@@ -48,7 +48,7 @@ class FLOPS(Loss, engine="statistics"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         towers = min(2, len(stated.inputs.rows))
-        return [stated.held(2), Summed(towers * stated.width * stated.wide)]
+        return [stated.held(1.6), Summed(towers * stated.width * stated.wide)]
 
     def compute(self, batch: Batch) -> Tensor:
         settings, names = batch.settings, [*batch.rows]

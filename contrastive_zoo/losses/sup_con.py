@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Local, Pairs, Summed
+from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs, Summed
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import LabelledPairs
 from contrastive_zoo.engine.plan import Needs
@@ -111,7 +111,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             self_sums = Local(names, bytes=stated.width * stated.wide)
             sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, by_class=True)]
             return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
-        rows, loss = stated.inputs.rows, BlockLoss.of(_block_losses, stated.settings)
+        rows, loss = stated.inputs.rows, BlockLoss.of(_block_losses, stated.settings, matrices=5.5)
         companions = [8] if "mask" in rows else [*rows["labels"].shape[1:]] if "labels" in rows else []
         return [blocks_of(loss, names, companions=companions, reduction=self.reduction)]
 
@@ -299,6 +299,8 @@ class SINCERE(RowLoss):
     temperature: Temperature = 0.1
     average: Average = "anchors"
 
+    matrices = 6.5
+
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         logits = block.anchors @ block.candidates.T / self.temperature  # type: ignore[operator]  # a number or a tensor
         return info_nce_per_positive(logits, block, self.average)
@@ -338,9 +340,7 @@ class TupletMargin(RowLoss):
     temperature: Temperature = 1 / 64
     margin: Annotated[float, _ANGLE] = 5.73
 
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        (blocks,) = super().entries(stated)
-        return [cast(Blocks, blocks)._replace(pair_bytes=12 * stated.wide + 3)]  # and three masks
+    matrices = 12.75
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         cos, beta = block.anchors @ block.candidates.T, math.radians(self.margin)
@@ -377,6 +377,8 @@ class NCA(RowLoss):
     """
 
     temperature: Temperature = 1.0
+
+    matrices = 5.5
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         nearness = 2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)  # ‖z_i‖² cancels

@@ -60,6 +60,12 @@ class Triplet(DissimilarityLoss):
     soft: bool = False
     average: CountedTerms = "nonzero"
 
+    @property
+    def matrices(self) -> float:  # type: ignore[override]  # depends on settings
+        if self.mining == "hard":
+            return 2.75
+        return 4.75 if self.mining == "all" and not self.soft else 6.0
+
     def settings_problem(self) -> str | None:
         if (problem := super().settings_problem()) or self.mining != "semi-hard" or isinstance(self.margin, nn.Module):
             return problem
@@ -117,6 +123,8 @@ class Angular(RowLoss):
         float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
     ] = 40.0
 
+    matrices = 4.75
+
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2
         anchors, candidates = block.anchors, block.candidates
@@ -167,7 +175,7 @@ class MegaBatchMargin(Loss, engine="rows"):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         learnt = stated.learnt("positive_margin", "negative_margin")
-        return [Blocks(["view 0"], ["view 1"], parameters=learnt, reduction=self.reduction)]
+        return [Blocks(["view 0"], ["view 1"], parameters=learnt, reduction=self.reduction, matrices=2.75)]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.candidates(name, normalize=self.normalize) for name in batch.rows)

@@ -152,7 +152,7 @@ class KoLeo(EmbeddingLoss, engine="rows"):
     reduction: Reduction = "mean"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [Blocks(["embeddings"], reduction=self.reduction, matmuls=1)]
+        return [Blocks(["embeddings"], reduction=self.reduction, matmuls=1, matrices=2.75)]
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates(next(iter(batch.rows)), normalize=self.normalize)
