@@ -102,7 +102,7 @@ BROKEN_MODULES = {
     [
         ("check syntax:make", 2, "syntax.py, line 1: "),
         ("check raising:make", 2, "importing raising raised RuntimeError: at import"),
-        ("check instance:make", 2, "is of type SoftMarginLoss; pass a function"),
+        ("check instance:make", 2, "is a SoftMarginLoss; pass a function"),
         ("check function:make", 2, "make() missing 2 required positional arguments"),
         ("check nothing", 2, "neither module:function"),
         ("check", 2, "Missing argument"),

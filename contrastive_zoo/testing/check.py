@@ -34,9 +34,8 @@ SHRINKING = 4.0  # time limit in seconds for shrinking all counterexamples of a 
 MOST_FAILURES = 3  # the search stops after so many batches on which a rank raises or hangs: each may cost a timeout
 MOST_AVERAGED = 2  # batches on which many calls of a loss with random numbers are compared, where a single one differs
 
-COMPILER = (
-    "torch._dynamo"  # recording loads it: not within the time-out of ranks in threads, which would end its import
-)
+# recording loads it: not within the time-out of ranks in threads, which would end its import
+COMPILER = "torch._dynamo"
 
 # Every search: the same batches in every run
 SEARCH = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))

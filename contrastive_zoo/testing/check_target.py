@@ -27,9 +27,7 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
             "views, that calls it, and check that function."
         )
     if isinstance(factory, nn.Module) or not callable(factory):
-        raise BadParameter(
-            f"{target} is of type {type(factory).__name__}; pass a function that returns a loss, or a class."
-        )
+        raise BadParameter(f"{target} is a {type(factory).__name__}; pass a function that returns a loss, or a class.")
 
     def make() -> Any:
         loss = factory(**arguments)

@@ -138,9 +138,7 @@ class Evidence:
     one_sided: Comparison | None = None  # of a batch whose samples are all on the last rank
     option: str | None = None  # grad_reduction of the loss
     trainer: str = "mean"  # how the gradients of a loss are reduced
-    equal_parameters = equal_tensors = (
-        True  # whether ranks start with the same parameters, and other tensors, of the loss
-    )
+    equal_parameters = equal_tensors = True  # whether ranks start with the same ones of the loss
     is_training = False  # whether the evidence is of a training that was audited
     broken: frozenset[str] = frozenset()  # names of the broken invariants
     failure: str | None = None  # "hang", "no answer", "raises" or "uneven shards" if a rank fails on some batch

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -61,6 +63,13 @@ def interleaved(samples: Samples, shards: list[int], rank: int) -> Samples:
     return [samples[0], *(x[order] for x in samples[1:])]
 
 
+def of_one_size(choose: Callable[[list[int]], int], samples: Samples, shards: list[int], rank: int) -> Samples:
+    """Return the samples with every shard cut, or padded with zeros, to a size that is chosen from theirs."""
+    size = choose(shards)
+    resized = [[F.pad(y, (0, 0) * (x.ndim - 1) + (0, size - len(y))) for y in x.split(shards)] for x in samples]
+    return [torch.cat(x) for x in resized]
+
+
 # The mistakes that compare the wrong samples, and the selections that they amount to
 SELECTIONS: Mapping[str, tuple[Selection, ...]] = {
     "local negatives": (lambda samples, shards, rank: [x.split(shards)[rank] for x in samples],),
@@ -70,5 +79,6 @@ SELECTIONS: Mapping[str, tuple[Selection, ...]] = {
         lambda samples, shards, rank: [*local_rank_first(samples[:1], shards, rank), *samples[1:]],
     ),
     "labels not gathered": (lambda x, shards, rank: [x[0], x[1].split(shards)[rank].repeat(len(shards))],),
+    "one size": (partial(of_one_size, min), partial(of_one_size, max)),
     "views split wrongly": (blocks_as_views, interleaved),
 }

@@ -183,6 +183,7 @@ ANSWERS: dict[str, tuple[str, str, bool]] = {
     "a rank returns the loss of its samples alone, or their mean": ("confirms", "local negatives", True),
     "a rank returns the loss of all samples, its own before those of other ranks": ("confirms", "own rank first", True),
     "a rank returns the loss of all samples with its own labels repeated": ("confirms", "labels not gathered", True),
+    "a rank returns the loss of shards that are cut, or padded with zeros, to one size": ("confirms", "one size", True),
     "a rank returns the loss of views that are cut from the ranks' blocks": ("confirms", "views split wrongly", True),
 }
 FAILURES = ("hang", "no answer", "raises", "uneven shards")
@@ -226,8 +227,6 @@ FACTS: dict[str, Fact] = {
     "every rank returns the mean of the ranks' means": _averages_means,
     "the ranks' values are scaled by their numbers of samples": _counts_local_samples,
     "the ranks' values, weighted by numbers of samples, are right": _returns_local_means,
-    "the state after a step, or a later step, is wrong": lambda e: bool(
-        {"same_state", "same_at_later_steps"} & e.broken
-    ),
+    "the state of a step, or a later step, is wrong": lambda e: bool({"same_state", "same_at_later_steps"} & e.broken),
     "a later value depends on earlier samples": lambda e: "same_state" in e.broken or e.confirms("state"),
 }

@@ -79,9 +79,7 @@ class Report(_Result):
         from contrastive_zoo.testing.invariants import INVARIANTS
 
         plain = {name: getattr(self, name) for name in ("ok", "grad_reduction", "examples", "notes")}
-        invariants: dict[str, dict[str, Any]] = {
-            x.name: {"holds": True if x.name in self.tried else None} for x in INVARIANTS
-        }
+        invariants: dict[str, Any] = {x.name: {"holds": True if x.name in self.tried else None} for x in INVARIANTS}
         for x in self.findings:
             invariants[x.invariant.name] = {"holds": False, "message": x.message, "batch": repr(x.batch)}
         plain |= {"loss": self.name, "world_sizes": list(self.world_sizes), "seconds": round(self.seconds, 2)}

@@ -35,6 +35,13 @@ def equal_shards(x: Tensor) -> Tensor:
     return all_gather(x)
 
 
+def of_one_size(choose: Callable[[list[int]], int]) -> Callable[[Tensor], Tensor]:
+    def gather(x: Tensor) -> Tensor:
+        return all_gather(F.pad(x, (0, 0, 0, choose(shard_sizes(x)) - len(x))))  # a negative number cuts
+
+    return gather
+
+
 def overwritten_slice(x: Tensor) -> Tensor:
     gathered = gather_detached(x)
     gathered[rank_and_size()[0]] = x
@@ -71,6 +78,8 @@ recipe("DistributedLoss, sum trainer", grad_reduction="sum")(
 )
 recipe("gather with reduce-scatter")(partial(DenseInfoNCE, all_gather))
 recipe("torch functional all_gather", mistake="uneven shards")(partial(DenseInfoNCE, equal_shards))
+recipe("cut to one size", mistake="one size")(partial(DenseInfoNCE, of_one_size(min)))
+recipe("padded to one size", mistake="one size")(partial(DenseInfoNCE, of_one_size(max)))
 recipe("own slice", mistake="own slice")(partial(DenseInfoNCE, gather_layer()))
 recipe("overwritten slice", mistake="own slice")(partial(DenseInfoNCE, overwritten_slice))
 recipe("own slice × W", mistake="times W")(partial(DenseInfoNCE, gather_layer(), world_size))
