@@ -257,8 +257,8 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "ranks disagree on which arguments are one tensor": lambda: wrapped(
         lambda a, b: (a @ b.T).sum(), x := z(), last(x.clone(), x)
     ),
-    "DINO: … open_step": lambda: in_one_step(cz.DINO(3)),
-    "CrossBatchMemory: … open_step": lambda: in_one_step(
+    "DINO: … one_step": lambda: in_one_step(cz.DINO(3)),
+    "CrossBatchMemory: … one_step": lambda: in_one_step(
         cz.CrossBatchMemory(cz.InfoNCE(in_batch_negatives=False), 8, 3)
     ),
     "a backward pass computes the loss again": recomputed_in_one_step,
@@ -338,4 +338,7 @@ def test_check_finite_can_be_turned_off(worlds: Worlds) -> None:
         found = [*wrappers, cz.DistributedLoss(cz.SupCon(check_finite=False)), cz.SupCon(check_finite=False)]
         return [loss(z() * torch.nan, y()).item() for loss in found]
 
-    assert np.isnan(worlds.run(2, job)).all()
+    for values in (*worlds.run(2, job), job()):
+        assert np.isnan(values).all()
+    with pytest.raises(ValueError, match="third_party: embeddings hold NaN"):  # on one process, too
+        wrapped(third_party, z() * torch.nan, y())

@@ -87,6 +87,16 @@ def test_a_store_that_does_not_answer_yet_is_no_rank_out_of_step(worlds: Worlds)
         assert pauses >= 3
 
 
+def test_a_store_that_has_answered_is_not_held(worlds: Worlds) -> None:
+    """Its server would answer a process group to come with addresses of this one."""
+
+    def job() -> bool:
+        value = cz.DistributedLoss(lambda z: z.square().sum(), process_group=dist.new_group())(local_rows())
+        return value.item() > 0 and messages._asked is None
+
+    assert worlds.run(2, job) == [True] * 2
+
+
 def late_for_a_broadcast(mutant: bool) -> tuple[str | None, list[float]]:
     """The error of a loss that raises on every rank, and calls after it: rank 3 comes late, and rank 1 waits for it."""
     rank, group, call = dist.get_rank(), dist.new_group(), 0

@@ -1,7 +1,8 @@
 """The exchange that opens a step: what follows its header, and what it ends in."""
 
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.fingerprint import DISTINCT, ONE_ROW, REPEATED, equal_arguments, fingerprint, levels_differ
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
+from contrastive_zoo.ranks.messages import FIRST_CALLS
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
@@ -150,6 +152,63 @@ def test_two_wrappers_in_another_order_on_one_rank_are_named(what: str, worlds: 
     first, second = worlds.run(2, job)
     assert first == second
     assert re.search(SWAPPED[what], str(first)), first
+
+
+def rows_of_rank(seed: int = 0) -> list[Tensor]:
+    return [numbers(4, 3, seed=20 * seed + 2 * dist.get_rank() + view) for view in range(2)]
+
+
+def in_groups_in_turn() -> list[float]:
+    """A call in a half of four ranks, one of which knows another wrapper, and one of all ranks; twice."""
+    halves, group, rank = [dist.new_group(x) for x in ([0, 1], [2, 3])], dist.new_group(), dist.get_rank()
+    if rank > 1:
+        cz.DistributedLoss(cz.NTXent(), process_group=halves[1])(*rows_of_rank())
+    loss, values = cz.DistributedLoss(cz.NTXent()), list[float]()
+    for seed in range(4):
+        loss.process_group = group if seed % 2 else halves[rank // 2]
+        values.append(loss(*rows_of_rank(seed)).item())
+    return values
+
+
+def test_a_wrapper_goes_from_one_group_to_another(worlds: Worlds) -> None:
+    def alone(seed: int, ranks: Sequence[int]) -> float:
+        by_rank = [[numbers(4, 3, seed=20 * seed + 2 * rank + view) for view in range(2)] for rank in ranks]
+        return float(cz.NTXent()(*map(torch.cat, zip(*by_rank, strict=True))))
+
+    for rank, values in enumerate(worlds.run(4, in_groups_in_turn)):
+        members = [[0, 1], [2, 3]][rank // 2], range(4)
+        assert values == pytest.approx([alone(seed, members[seed % 2]) for seed in range(4)], abs=1e-10)
+
+
+def test_wrappers_of_other_losses_may_be_made_in_any_order(worlds: Worlds) -> None:
+    def job() -> list[float]:
+        order = slice(None, None, -1 if dist.get_rank() else 1)
+        made = {of: cz.DistributedLoss(of()) for of in (cz.NTXent, cz.InfoNCE, cz.SigLIP)[order]}
+        return [made[of](*rows_of_rank()).item() for of in (cz.NTXent, cz.InfoNCE, cz.SigLIP)]
+
+    one, other = worlds.run(2, job)
+    assert one == other
+
+
+def test_a_wrapper_that_is_made_anew_in_each_step_leaves_nothing_behind(worlds: Worlds) -> None:
+    def job() -> tuple[int, int]:
+        for _ in range(FIRST_CALLS + 3):
+            cz.DistributedLoss(cz.NTXent())(*rows_of_rank())
+        gc.collect()
+        return len(cz.World.of().state.first_calls), len(cz.World.of().state.wrappers)
+
+    assert worlds.run(2, job) == [(FIRST_CALLS, 0)] * 2
+
+
+def test_ranks_in_two_functions_are_out_of_step(worlds: Worlds) -> None:
+    def job(*functions: str) -> str | None:
+        group = dist.new_group()  # it is lost
+        stated = Statement(functions[dist.get_rank()], sizes=[3])
+        return error_message(lambda: shake_hands(stated, cz.World.of(group)), (cz.CommunicationError, ValueError))
+
+    assert worlds.run(2, job, "one", "one") == [None] * 2
+    for text in worlds.run(2, job, "one", "another"):
+        assert str(text).startswith("ranks are out of step: rank 0 is in one; rank 1 is in another. ")
 
 
 F32 = torch.finfo(torch.float32).eps

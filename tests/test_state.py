@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning.miners import BatchHardMiner
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
 import contrastive_zoo as cz
@@ -115,6 +116,8 @@ def copies(name: str, as_world: bool) -> tuple[str | None, str]:
     message = error_message(lambda: use(loaded))
     holder(loaded).process_group = group
     assert str(use(loaded)) == expected
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    assert str(holder(saved_and_loaded(make(mesh))).process_group).startswith("left out of the file")
     without = saved_and_loaded(make(None))
     assert holder(without).process_group is None
     assert str(use(without)) == expected
@@ -153,6 +156,14 @@ STATEFUL = {name: OF_CATALOGUE[name] for name in ("dino", "tico", "sigreg", "lej
     "memory of SupCon": OwnLoss(memory(cz.SupCon), LABELLED),
     **INNER,
 }
+
+
+LAST = {name: OF_CATALOGUE[name] for name in ("dino", "ibot", "sogclr", "curricular-face")}
+
+
+def fails_last(loss: Loss, arguments: dict[str, Tensor]) -> None:
+    with patch.object(Batch, "reduce", side_effect=RuntimeError("out of memory")):
+        cz.DistributedLoss(loss, check_distinct=False)(*arguments.values())
 
 
 def refused(loss: Loss, arguments: dict[str, Tensor]) -> None:
@@ -205,6 +216,7 @@ class Failure(NamedTuple):
 
 FAILURES = {
     "a refused batch": Failure(refused, STATEFUL, damage=moved_first),
+    "a failed reduction": Failure(fails_last, LAST, damage=moved_first),
     "a failed inner loss": Failure(
         fails_inside, INNER, without=["contrastive_zoo.losses.cross_batch_memory.state_kept_on_error"]
     ),

@@ -128,13 +128,14 @@ class DistributedSentenceLoss(LossAttributes):
         words = "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
         problem = words if is_of_layers and not isinstance(encoder, SentenceTransformer) else None
         settings = {**held, "grad_reduction": self.grad_reduction, "number of columns": len(columns)}
+        history.enter(world.state)
         state = modules.shared_state() if history.wrapper else {}  # the first call copies it
         agreed = agree(
             name, named, world=world, problem=problem or join_problem(), settings=settings, wrapper=history.wrapper,
             made=history.made, level=history.fingerprint(state, {}).level if state else None, state=state,
         )  # fmt: skip
         history.calls, history.wrapper = history.calls + 1, agreed.wrapper
-        world.state.alive[agreed.wrapper] = history
+        world.state.wrappers[agreed.wrapper] = history
         rows = agreed.shards[0] if agreed.shards else None
         if isinstance(labels, Tensor) and rows is not None:
             refuse_empty(name, rows)

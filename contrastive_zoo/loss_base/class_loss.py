@@ -175,9 +175,10 @@ class ShardableClassLoss(ClassSoftmax, Averages):
 
     def result(self, batch: Batch, losses: Float[Tensor, " n"], *momentum_and_sums: Any) -> Tensor:
         """Return the reduced losses; in training mode the state, if there is one, moves."""
+        loss = batch.reduce(losses, reduction=self.reduction)
         if self.training and self._buffers:
             self.record(momentum_and_sums)
-        return batch.reduce(losses, reduction=self.reduction)
+        return loss
 
     def move(self, calls: Sequence[Any]) -> None:
         if "step" in self._buffers:

@@ -127,7 +127,7 @@ class LossModules:
     @property
     def in_one_step(self) -> bool:
         """Whether calls leave the state as it is until the end of :func:`one_step`."""
-        return any(isinstance(x, Stateful) and x.open_step is not None for x in self.by_path.values())
+        return any(isinstance(x, Stateful) and x.one_step is not None for x in self.by_path.values())
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""

@@ -35,7 +35,7 @@ class OpenStep:
 class Stateful(nn.Module):
     """A module whose state moves once a call; in the body of :func:`one_step`, once for all calls."""
 
-    open_step: OpenStep | None = None
+    one_step: OpenStep | None = None
 
     def move(self, calls: Sequence[Any]) -> None:
         """Move the state by the statistics of the calls of one step."""
@@ -43,16 +43,16 @@ class Stateful(nn.Module):
 
     def record(self, statistics: Any) -> None:
         """Move the state by the statistics of a call, equal on every rank: now, or at the end of an open step."""
-        if self.open_step is None:
+        if self.one_step is None:
             with torch.no_grad():
                 self.move([statistics])
         else:
-            self.open_step.add(self, statistics)
+            self.one_step.add(self, statistics)
 
     @property
     def recorded(self) -> list[Any]:
         """The statistics of earlier calls of an open step."""
-        return [x for module, x in self.open_step.calls if module is self] if self.open_step else []
+        return [x for module, x in self.one_step.calls if module is self] if self.one_step else []
 
 
 class Averages(Stateful):
@@ -120,19 +120,19 @@ def one_step(*modules: nn.Module) -> Iterator[OpenStep]:
         tensor([1.])
     """
     stateful = list(dict.fromkeys(x for module in modules for x in _stateful(module)))
-    if any(x.open_step for x in stateful):
+    if any(x.one_step for x in stateful):
         raise ValueError(
             "one_step: this loss is in a step already. Leave out the inner one; step.again() marks a repetition."
         )
     step = OpenStep()
     for module in stateful:
-        module.open_step = step
+        module.one_step = step
     try:
         yield step
         moves = [(module, module.recorded) for module in stateful]
     finally:
         for module in stateful:
-            del module.open_step
+            del module.one_step
     with torch.no_grad():
         for module, calls in moves:
             if calls:
@@ -160,7 +160,7 @@ def state_kept_on_error(module: nn.Module) -> Iterator[None]:
 
     Only buffers that have changed are written back: autograd may have saved the others.
     """
-    steps = {x.open_step for x in module.modules() if isinstance(x, Stateful) and x.open_step}
+    steps = {x.one_step for x in module.modules() if isinstance(x, Stateful) and x.one_step}
     counts = [(step, len(step.calls)) for step in steps]
     places = [(x._buffers, name) for x in module.modules() for name in x._buffers]
     before = [(of, name, x, x.clone()) for of, name in places if (x := of[name]) is not None]

@@ -157,7 +157,7 @@ class MemoryQueue(Settings, Stateful):
     ) -> Iterator[Int[Tensor, " N"]]:
         """Context manager: store the embeddings, as :meth:`write` does, for the body already if a step is open."""
         entering, slots = self._gathered(rows, labels, mask, shards, world)
-        if self.open_step is None:
+        if self.one_step is None:
             self.record(entering)
             yield slots
             return

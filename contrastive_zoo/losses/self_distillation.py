@@ -144,10 +144,10 @@ class DINO(Loss, Averages, engine="statistics"):
         if batch.rows["student"].ndim == 3:  # a view is not compared with itself
             losses = losses * (1 - torch.eye(*views, dtype=losses.dtype, device=losses.device))
             pairs -= min(views)
-        return batch.reduce(losses.sum((1, 2)) / pairs, reduction=self.reduction)
+        return self.result(batch, batch.reduce(losses.sum((1, 2)) / pairs, reduction=self.reduction))
 
     def cross_entropies(self, batch: Batch) -> Float[Tensor, "n g v"]:
-        """Return those of each view of the teacher and of the student; in training, move the centre."""
+        """Return those of each view of the teacher and of the student."""
         of_both, settings = (batch.rows["student"], batch.rows["teacher"].detach()), batch.settings
         s, g = (batch.prepared(x if x.ndim == 3 else x[:, None], normalize=False) for x in of_both)
         predicted = (batch.scale(settings.temperature) * s).log_softmax(2)
@@ -156,11 +156,15 @@ class DINO(Loss, Averages, engine="statistics"):
             expected = balanced_assignment(batch, outputs, epsilon=t, iterations=settings.iterations)
         else:
             expected = ((outputs - self.centre.to(s.dtype)) / t).softmax(1)
-            if self.training:
-                rows = outputs.to(self.centre.dtype)
-                total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
-                self.record((settings.centre_momentum, total))
         return -matmul(expected.view(g.shape), predicted.mT)
+
+    def result(self, batch: Batch, loss: Tensor) -> Tensor:
+        """Return the loss; in training, move the centre."""
+        if self.centering != "sinkhorn" and self.training:
+            rows = batch.rows["teacher"].detach().flatten(0, -2).to(self.centre.dtype)
+            total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
+            self.record((batch.settings.centre_momentum, total))
+        return loss
 
     def averages(self, sums: Tensor) -> dict[str, Tensor]:
         return {"centre": (sums[:-1] / sums[-1]).where(sums[-1] > 0, self.centre.to(sums))}
@@ -235,7 +239,7 @@ class IBOT(DINO):
         patch = torch.arange(len(losses), device=losses.device)
         image = safe_index(torch.searchsorted(counts.cumsum(0), patch, right=True), len(counts))
         of_images = losses.new_zeros(len(counts)).index_add(0, image, losses / counts[image].clamp(min=1))
-        return batch.reduce(of_images, reduction=self.reduction)
+        return self.result(batch, batch.reduce(of_images, reduction=self.reduction))
 
 
 class _ClusterLoss(Loss, engine="statistics"):

@@ -128,9 +128,10 @@ class SogCLR(Loss, Stateful, engine="softmax"):
         ratio = (log_g - log_u).exp()  # g / u, whose derivative takes the place of that of log u
         losses = t * (log_u + ratio - ratio.detach() + batch.settings.rho - (0 if self.bimodal else positive))
         has_negatives = torch.full_like(losses[0], batch.total > 1)
+        loss = batch.reduce(losses.mean(0), has_negatives, reduction=self.reduction)
         if self.training and batch.total > 1:
             self.record((ids, batch.gather_detached(of_samples.T), gamma))
-        return batch.reduce(losses.mean(0), has_negatives, reduction=self.reduction)
+        return loss
 
     def move(self, calls: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         ids, log_g = (torch.cat(x) for x in list(zip(*calls, strict=True))[:2])

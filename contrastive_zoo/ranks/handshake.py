@@ -83,6 +83,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         return Agreed([Shards((size,)) for size in statement.sizes], kernels=[statement.kernels])
     world = world if world.caller else replace(world, caller=statement.caller)
     lines = [f"{name}|{value}" for name, value in statement.compared.items()]
+    lines += [] if statement.wrapper > -1 else [f"the function|{statement.caller}"]
     state = world.state
     reserved, number = state.reserved, begun_handshake(world)
     state.conversation = (number, backward_pass())
@@ -99,6 +100,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         refuse_out_of_step(world.caller, world)
     if len(set(received["digest"])) > 1:  # only then the texts themselves are exchanged
         callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
+        if -1 in received["wrapper"] and len({*callers}) > 1:
+            refuse_out_of_step(world.caller, world)
         raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
     identity = _identity(statement, number, received, world)
     by_argument = [*zip(*headers, strict=True)][len(FIELDS) :][: len(numbers)]
@@ -131,19 +134,20 @@ def reserve_payload(needed: int, world: World) -> None:
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
     """Return the number that all ranks know the wrapper by; refuse different ones, not one made again."""
-    wrappers, numbers, made = world.state.wrappers, {*received["wrapper"]}, received["made"]
+    state, numbers, made = world.state, {*received["wrapper"]}, received["made"]
     known = numbers - {0}
     if known == {-1} == numbers:
         return -1
     are_different = len(known) > 1
-    if not known:  # the first call: two wrappers are met in one order on every rank
-        orders = [{a > b for a, b in zip(made, other, strict=True)} for other in wrappers.values()]
+    if not known:  # the first call: two wrappers of equal losses are met in one order on every rank
+        call = received["digest"][0]
+        orders = [{a > b for a, b in zip(made, other, strict=True)} for of, other in state.first_calls if of == call]
         are_different = any(len(order) > 1 for order in orders)
-        wrappers[number] = (*made,)
+        state.first_calls.append((call, (*made,)))
     elif 0 in numbers and not are_different:
         if statement.wrapper == 0:
             gc.collect()  # a wrapper that the user has replaced lives on in a reference cycle
-        holds_both = statement.wrapper == 0 and max(known) in world.state.alive
+        holds_both = statement.wrapper == 0 and max(known) in state.wrappers
         are_different = any(both for (both,) in world.exchange([holds_both]))
     if are_different:
         which = "" if statement.wrapper < 0 else f", which is wrapper number {statement.made} of this process"

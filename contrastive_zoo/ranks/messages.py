@@ -6,6 +6,7 @@ A rank that fails inside a loss leaves a note in torch.distributed's store, whic
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
 
 STORE_TIMEOUT = 10.0  # seconds that one look into the store is waited for: its host may be gone, or busy
+
+FIRST_CALLS = 64  # of wrappers, whose order is compared: a wrapper that is made anew in each step adds one a step
 
 _PAUSE = 0.05  # seconds between two looks of a rank that has failed and goes on
 
@@ -56,9 +59,10 @@ class GroupState:
     failed_at: int = -1  # the number of handshakes at which this rank itself failed last
     lost: str | None = None  # why the group cannot be used any more
     conversation: tuple[int, int] = (0, -1)  # the handshake that opened the step, and the backward pass that sends
-    # by the number of the handshake of a wrapper's first call: how many each rank had made until then, and those it holds
-    wrappers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    alive: "WeakValueDictionary[int, Any]" = field(default_factory=WeakValueDictionary)
+    # of the last first calls of wrappers: what was called, and how many wrappers each rank had made until then
+    first_calls: "deque[tuple[int, tuple[int, ...]]]" = field(default_factory=lambda: deque(maxlen=FIRST_CALLS))
+    # by the number of the handshake of its first call, the histories of the wrappers that this rank holds
+    wrappers: "WeakValueDictionary[int, Any]" = field(default_factory=WeakValueDictionary)
     reserved: int = 0  # bytes of a payload in the next handshake; equal on all ranks
     idle: int = 0  # how many handshakes in a row had no payload that fits
     on_accelerators: bool | None = None  # whether its backend sends from accelerators only; None until it is read
@@ -272,6 +276,7 @@ def _ask(function: Callable[[Any], Any]) -> tuple[Any, bool]:
             _asked = store, thread
             thread.join(STORE_TIMEOUT)
             is_silent = thread.is_alive()
+            _asked = _asked if is_silent else None  # a store that is held keeps its server from a group to come
     return (result[0], False) if result else (None, is_silent)
 
 

@@ -48,10 +48,10 @@ class _Shared:
 
     def __reduce__(self) -> Any:
         group = self.processes.group if isinstance(self.processes, World) else self.processes
-        return _Shared, (_NOT_SAVED if isinstance(group, dist.ProcessGroup) else self.processes,)
+        return _Shared, (self.processes if group is None else _NOT_SAVED,)
 
 
-_NOT_SAVED = "left out of the file, which cannot hold a process group: set .process_group of what was loaded"
+_NOT_SAVED = "left out of the file, which cannot hold processes: set .process_group of what was loaded"
 
 
 class Shards(NamedTuple):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.devices import DIFFERENTIABLE, ValueCheck, on_cpu, read_later
 from contrastive_zoo.ranks.fingerprint import Fingerprint, Numbers, fingerprint, level_of, norm_and_sketch
+from contrastive_zoo.ranks.messages import GroupState
 from contrastive_zoo.ranks.session import Findings, Session
 from contrastive_zoo.ranks.suggestions import warn_once
 from contrastive_zoo.wrapper.graphs import graph_nodes, leaf_of
@@ -48,6 +50,7 @@ class CallHistory:
     def __init__(self) -> None:
         self.made = _next_number()  # how many wrappers this process has made until this one
         self.wrapper = 0  # the number of the handshake of its first call, by which all ranks know it; 0 before
+        self._group: weakref.ref[GroupState] | None = None  # of the last call
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
         self.positives = _Positives()
@@ -60,8 +63,15 @@ class CallHistory:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        pending: dict[str, Any] = {"due": False, "_results": {}, "_fingerprint": None, "checks": []}
+        pending: dict[str, Any] = {"due": False, "_results": {}, "_fingerprint": None, "checks": [], "_group": None}
         return {**vars(self), "made": _next_number(), "wrapper": 0, **pending}
+
+    def enter(self, state: GroupState) -> None:
+        """Begin a call in a process group, where nothing is compared that calls in another group have left."""
+        if self._group is None or self._group() is not state:
+            held = (number for number, history in state.wrappers.items() if history is self)
+            self._group, self.wrapper = weakref.ref(state), max(held, default=0)
+            self.due, self._results, self._fingerprint = False, {}, None
 
     def equal_again(self, paths: Sequence[str]) -> list[str]:
         """Return which arguments, of those that are equal on all ranks, are so at the second call in a row."""

@@ -15,7 +15,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.messages import report
-from contrastive_zoo.ranks.row_checks import flag_problem, word_problem
+from contrastive_zoo.ranks.row_checks import first_non_finite, flag_problem, word_problem
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
@@ -239,14 +239,17 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
     def _alone(self, loss: Any, bare: Any, call: CallInputs | LossCall, session: Session) -> Any:
         """Compute alone; a third-party loss gets its arguments unchanged."""
-        observer = self._observer if self.training else None
-        problem = None if isinstance(call, CallInputs) else call.refusal(session)
+        observer, rows, problem = self._observer if self.training else None, call.inputs.rows, None
+        session = looking_later(session, rows)
+        if isinstance(call, LossCall):
+            looks = session.check_finite and call.inputs.problem is None
+            problem = call.refusal(session) or (first_non_finite(rows) if looks else None)
         problem = problem or self._history.values_problem()
-        problem = problem or (None if observer is None else observer.problem(call.inputs.rows))
+        problem = problem or (None if observer is None else observer.problem(rows))
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
         if isinstance(call, CallInputs):
-            batch = bare.agreed(call, looking_later(session, call.inputs.rows), waits=False)
+            batch = bare.agreed(call, session, waits=False)
             value = bare.compute(batch) if loss is bare else loss(batch)
         else:
             value = call.mine_and_compute(session)
@@ -254,7 +257,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
                 refuse(loss_name(bare), problem, world=session)
         self._history.look_at_values(loss_name(bare), session.findings, positives=self.check_finite)
         if observer is not None:
-            rows = call.inputs.rows
             observer.observe(bare, rows, [Shards((len(x),)) for x in rows.values()], session)
         return value
 

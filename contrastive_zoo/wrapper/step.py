@@ -97,6 +97,7 @@ class DistributedStep(ABC):
     def compute(self) -> Any:
         """Return what the loss returns."""
         history, session = self.history, self.session
+        history.enter(session.state)
         try:
             statement = self._completed(self.statement())
         except Exception as error:  # a setting that cannot be read, for one; the other ranks wait in the handshake
@@ -107,7 +108,7 @@ class DistributedStep(ABC):
         before = self.modules.buffer_versions() if self.modules.has_buffers else []
         agreed = shake_hands(statement, session)
         history.wrapper = agreed.wrapper
-        session.state.alive[agreed.wrapper] = history
+        session.state.wrappers[agreed.wrapper] = history
         if agreed.shards:
             refuse_empty(self.name, agreed.shards[0])
         equal, copies = equal_arguments(self.rows, agreed.digests)
