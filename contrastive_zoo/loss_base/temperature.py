@@ -1,6 +1,7 @@
 """Learn a temperature."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +9,15 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import real
+from contrastive_zoo.ranks.compiling import Function
 from contrastive_zoo.ranks.row_checks import described
 
 
 class LearnableTemperature(nn.Module):
     """Learn a temperature as the logarithm of its inverse, as CLIP does: t = exp(−θ).
 
-    Before each use θ itself is clamped, so that the scale 1/t = exp(θ) is at most ``max_scale``. The gradient is not
-    clamped, so θ does not get stuck at the bound.
+    The scale 1/t = exp(θ) is at most ``max_scale``. Beyond it θ gets only gradients that reduce it, so it does not get
+    stuck. θ itself is not clamped: FSDP and DeepSpeed keep copies of it.
 
     Args:
         initial: initial t > 0; 0.07 in CLIP.
@@ -46,10 +48,7 @@ class LearnableTemperature(nn.Module):
 
     def forward(self) -> Tensor:
         """Return t, a positive number, []."""
-        log_scale = real(self.log_scale)
-        # through .data, so that two forward passes before a backward pass work: autograd saves results of exp only
-        log_scale.data.clamp_(max=math.log(self.max_scale))
-        return (-log_scale).exp()
+        return (-bounded(real(self.log_scale), high=math.log(self.max_scale))).exp()
 
     def extra_repr(self) -> str:
         """Show the current temperature, unless this process holds no value: a shard of it, or a meta tensor."""
@@ -57,6 +56,26 @@ class LearnableTemperature(nn.Module):
         has_value = type(theta) is nn.Parameter and theta.numel() == 1 and not theta.is_meta
         value = [f"{math.exp(-min(theta.item(), math.log(self.max_scale))):.4g}"] if has_value else []
         return ", ".join([*value, *([] if self.max_scale == 100 else [f"max_scale={self.max_scale:g}"])])
+
+
+def bounded(x: Tensor, *, low: float = -math.inf, high: float) -> Tensor:
+    """Return x within bounds; beyond them only gradients pass that move x back when an optimizer subtracts them."""
+    if x.is_cpu and x.ndim == 0 and low <= x.item() <= high:  # the usual case, in little time
+        return x
+    result: Tensor = _Bounded.apply(x, low, high)
+    return result
+
+
+class _Bounded(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(x < low, x > high)
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        is_below, is_above = ctx.saved_tensors
+        return g.where(~is_below, g.clamp(max=0)).where(~is_above, g.clamp(min=0)), None, None
 
 
 class LogitScale(Loss):

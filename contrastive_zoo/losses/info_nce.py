@@ -123,7 +123,7 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
 
     Args:
         temperature: t; ``LearnableTemperature(0.07)`` by default. Its parameter is ``loss.logit_scale``, log(1/t) as
-            open_clip's ``model.logit_scale``, clamped to at most log(100).
+            open_clip's ``model.logit_scale``, of which at most log(100) counts.
         label_smoothing: ε, 0 … 1, the share of each target that is spread evenly over all candidates.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.

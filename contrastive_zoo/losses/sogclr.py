@@ -15,6 +15,7 @@ from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Reduction, Size, Temperature, field, is_number
 from contrastive_zoo.loss_base.state import Stateful
+from contrastive_zoo.loss_base.temperature import bounded
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule, safe_index
 
@@ -116,8 +117,9 @@ class SogCLR(Loss, Stateful, engine="softmax"):
         batch.note_ids(ids, _REPEATED_IDS)
         t = batch.settings.temperature
         if self.temperature_range is not None:
-            self.temperatures.data.clamp_(*self.temperature_range)
-            t = batch.shared(self.temperatures.view(len(self.log_u), -1)[:, ids])[:, batch.samples.local]
+            low, high = self.temperature_range
+            of_samples = bounded(self.temperatures.view(len(self.log_u), -1)[:, ids], low=low, high=high)
+            t = batch.shared(of_samples)[:, batch.samples.local]
         t, sums, positive = sums_over_other_samples(batch, t, self.normalize, two_towers=self.bimodal)
         log_g = sums - math.log(max(1, batch.total - 1)) - (positive if self.bimodal else math.log(2))
         log_g = log_g.masked_fill(log_g == -torch.inf, 0)

@@ -15,6 +15,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import statistics, tiling
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.temperature import bounded
 from contrastive_zoo.losses import random_slices, sparse
 from contrastive_zoo.losses.modalities import _scaled_bases, _volumes
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -34,16 +35,34 @@ def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None
     assert cz.Clip().logit_scale.item() == pytest.approx(math.log(1 / 0.07))
     assert cz.SigLIP().logit_scale.item() == pytest.approx(math.log(10))
     assert {name for name, _ in cz.SigLIP().named_parameters()} == {"temperature.log_scale", "logit_bias"}
-    bounded, free = cz.Clip(), cz.SigLIP()
-    rows = numbers(4, 3, seed=1), numbers(4, 3, seed=2)
-    for loss in (bounded, free):
-        loss.logit_scale.data.fill_(7.0)
-        loss(*rows).backward()
-    assert bounded.logit_scale.item() == pytest.approx(math.log(100))
-    assert free.logit_scale.item() == 7.0
-    bias = free.get_parameter("logit_bias")
+    bias = cz.SigLIP().get_parameter("logit_bias")
     assert bias.item() == -10.0
-    assert bias.grad is not None
+    assert bias.requires_grad
+
+
+@pytest.mark.parametrize("low", [None, 3.0])
+def test_beyond_a_bound_only_gradients_that_lead_back_pass(low: float | None) -> None:
+    """The parameter is not clamped: FSDP and DeepSpeed would bring back their copy of it."""
+    bound = 2.0 if low is None else low
+    for x in (1.0, 2.0, 2.5, 3.0, 4.0):
+        for slope in (-1.0, 1.0):
+            theta = torch.tensor(x, requires_grad=True)
+            value = bounded(theta, high=bound) if low is None else bounded(theta, low=bound, high=9.0)
+            value.backward(torch.tensor(slope))
+            is_beyond, leads_back = (x > bound, slope > 0) if low is None else (x < bound, slope < 0)
+            assert (theta.item(), value.item()) == (x, bound if is_beyond else x)
+            assert theta.grad == (0.0 if is_beyond and not leads_back else slope)
+
+
+def test_the_scale_of_clip_is_at_most_100_and_comes_back() -> None:
+    loss, rows = cz.Clip(), numbers(4, 3, seed=1).float()
+    loss.logit_scale.data.fill_(7.0)
+    for keys, comes_back in ((rows, False), (rows.flip(0), True)):
+        loss.zero_grad()
+        value = loss(rows, keys)
+        value.backward()
+        assert value.item() == pytest.approx(cz.Clip(temperature=0.01)(rows, keys).item())
+        assert (loss.logit_scale.item(), loss.logit_scale.grad.item() > 0) == (7.0, comes_back)
 
 
 HARD = ("Triplet, hard", "Triplet, semi-hard", "MultiSimilarity, mined", "Circle")

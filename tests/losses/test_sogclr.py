@@ -53,14 +53,17 @@ def by_hand(form: str) -> tuple[list[tuple[Tensor, ...]], Tensor]:
     t = torch.full_like(u, torch.tensor(0.3, dtype=torch.float32).item() if learns else 0.3)
     for step, (n,) in enumerate(STEPS[1]):
         a, b, ids = batch(step, n)
-        leaves = [x.requires_grad_() for x in (a, b, t)]
-        gamma, views, of_samples = gamma_of(step, **settings), (unit(a), unit(b)), t[:, ids].expand(2, -1)
+        within = t.clamp(*LEARNT["temperature_range"]) if learns else t
+        leaves = [x.requires_grad_() for x in (a, b, within)]
+        gamma, views, of_samples = gamma_of(step, **settings), (unit(a), unit(b)), within[:, ids].expand(2, -1)
         loss = estimated(*views, u[:, ids].expand(2, -1), of_samples, gamma, rho, bimodal).mean()
-        gradients = torch.autograd.grad(loss, leaves)
+        *gradients, dt = torch.autograd.grad(loss, leaves)
+        leads_back = (t == within) | ((t - within) * dt > 0)
+        gradients.append(dt.where(leads_back, 0))
         steps.append((loss.detach(), *gradients) if learns else (loss.detach(), *gradients[:2]))
         g = means(*views, of_samples, bimodal).detach()
         u[:, ids] = averages(g if bimodal else g.mean(0, keepdim=True), u[:, ids], gamma)
-        t = (t - RATE * gradients[2]).clamp(*LEARNT["temperature_range"]).detach() if learns else t.detach()
+        t = (t - RATE * gradients[2]).detach() if learns else t.detach()
     return steps, u
 
 
