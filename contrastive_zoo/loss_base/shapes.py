@@ -64,7 +64,7 @@ def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, 
             continue
         samples = allowed[0].dims[0]
         if samples not in first:
-            owner = _owner(samples, shapes)
+            owner = next(name for name, of in shapes.items() if of and of[0].dims[0] == samples)  # which counts them
             if owner != name and arguments.get(owner) is None:
                 return f"{name} came without {owner}. Leave it out."
         shape = allowed[0]
@@ -96,11 +96,6 @@ def _dimension_fix(name: str, x: Tensor, allowed: Shapes) -> str:
         variable = name if name.isidentifier() else "x"
         return f" One sample is [1, …]: pass {variable}.unsqueeze(0), or squeeze(1) in place of squeeze()."
     return f" {BATCH_IN_BATCH}" if x.ndim == dims[-1] + 1 and x.shape[0] == 1 else ""
-
-
-def _owner(samples: str, shapes: Mapping[str, Shapes]) -> str:
-    """Return the argument that says how many samples of this kind a call has: the first one."""
-    return next(name for name, allowed in shapes.items() if allowed and allowed[0].dims[0] == samples)
 
 
 def _labels_problem(name: str, x: Tensor, allowed: Shapes, first: _First) -> str | None:

@@ -63,7 +63,8 @@ class StateWatch:
         self.found_on_any_rank = False  # whether ranks have told each other of a change
         self.device, self.states = device, random_states(device)
         self.buffers = [(x, x.clone()) for x in loss.buffers()]
-        self.attributes = [(vars(x), _plain(x)) for x in loss.modules()]
+        plain = (int, float, bool, str)
+        self.attributes = [(vars(x), {k: y for k, y in vars(x).items() if type(y) in plain}) for x in loss.modules()]
 
     def has_changed(self) -> bool:
         """Return whether a generator, a buffer or a plain attribute has changed since construction."""
@@ -79,10 +80,6 @@ class StateWatch:
             held.update(plain)
         for buffer, before in self.buffers:
             buffer.copy_(before)
-
-
-def _plain(module: torch.nn.Module) -> dict[str, float | str]:
-    return {name: x for name, x in vars(module).items() if type(x) in (int, float, bool, str)}
 
 
 def random_states(device: torch.device | None = None) -> list[torch.Tensor]:
