@@ -3,9 +3,4 @@
 from contrastive_zoo.engine.implementation import plain_formulas, use_implementation
 from contrastive_zoo.engine.tiling import keep_freed_memory, memory_budget
 
-__all__ = [
-    "keep_freed_memory",
-    "memory_budget",
-    "plain_formulas",
-    "use_implementation",
-]
+__all__ = ["keep_freed_memory", "memory_budget", "plain_formulas", "use_implementation"]

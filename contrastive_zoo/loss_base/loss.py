@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch, Part, is_embedding
 from contrastive_zoo.engine.cost import Entry, Local, Pairs, Shared, Signs, Summed
-from contrastive_zoo.engine.implementation import (
-    NO_KERNELS,
-    Kernels,
-    choose_kernels,
-    implementation,
-    is_dense,
-)
+from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels, implementation, is_dense
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import arguments_problem

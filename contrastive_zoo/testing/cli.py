@@ -49,8 +49,7 @@ WorldSizes = Annotated[
 @app.command()
 def check(
     target: Annotated[
-        str,
-        typer.Argument(help="module:function that returns a loss, module:LossClass, or a loss of contrastive_zoo."),
+        str, typer.Argument(help="module:function that returns a loss, module:LossClass, or a loss of contrastive_zoo.")
     ],
     world_size: WorldSizes = None,
     examples: Annotated[int, typer.Option(help="Number of global batches to test.", min=1)] = 30,

@@ -20,13 +20,7 @@ from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later, watch_joins
-from contrastive_zoo.wrapper.loss_call import (
-    LossCall,
-    model_problem,
-    native_and_replaced,
-    refuse_gathering,
-    signature,
-)
+from contrastive_zoo.wrapper.loss_call import LossCall, model_problem, native_and_replaced, refuse_gathering, signature
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep, compared_options
 
