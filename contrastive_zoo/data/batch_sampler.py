@@ -1,6 +1,7 @@
 """Batch samplers whose global batches are split over the ranks: the base class, and batches in random or stored order."""
 
 import copy
+import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,14 +260,15 @@ def size_problem(name: str, size: Any, at_least: int = 1) -> str | None:
 class CollateEmptyBatches:
     """``collate_fn`` for ranks that may have no samples in a batch: an empty batch has the structure of the others.
 
-    A batch without samples is that of one example with tensors of length 0, and with empty lists of words and numbers.
+    The example is collated once and twice. Tensors, arrays and lists that are twice as long for two samples are empty in the
+    empty batch, also within dicts, tuples and dataclasses. A word or a number that is the same for both stays.
 
     Args:
         example: any one sample, such as ``dataset[0]``.
         collate_fn: collates samples; its results have the batch dimension first.
 
     Raises:
-        ValueError: a ``collate_fn`` that cannot be called.
+        ValueError: a ``collate_fn`` that cannot be called, or a result of another kind, such as the number of samples.
 
     Examples:
         >>> import torch
@@ -279,21 +281,34 @@ class CollateEmptyBatches:
         if not callable(collate_fn):
             raise ValueError(f"CollateEmptyBatches: collate_fn is a function of samples, got {described(collate_fn)}.")
         self.collate_fn = collate_fn
-        self.empty = _emptied(collate_fn([example]))
+        self.empty = _emptied(collate_fn([example]), collate_fn([example, example]))
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return the batch of these samples."""
-        return self.collate_fn(samples) if len(samples) else _emptied(self.empty)
+        return self.collate_fn(samples) if len(samples) else copy.deepcopy(self.empty)
 
 
-def _emptied(batch: Any) -> Any:
-    if isinstance(batch, (Tensor, np.ndarray)):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return type(batch)({name: _emptied(value) for name, value in batch.items()})  # type: ignore[call-arg]  # as dicts
-    if isinstance(batch, (list, tuple)):
-        if not any(isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) for x in batch):
-            return type(batch)()  # one word or number per sample
-        parts = [_emptied(x) for x in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+def _emptied(one: Any, two: Any) -> Any:
+    """Return what a batch of no samples has in place of ``one`` and ``two``, those of one and of two equal samples."""
+    kind: Any = type(one)
+    if kind is type(two):
+        if (
+            isinstance(one, (Tensor, np.ndarray, list, tuple))
+            and getattr(one, "ndim", True)
+            and len(two) == 2 * len(one)
+        ):
+            return one[:0]
+        if isinstance(one, (list, tuple)) and len(two) == len(one):
+            parts = map(_emptied, one, two)
+            return kind(*parts) if hasattr(one, "_fields") else kind(parts)
+        if isinstance(one, Mapping) and one.keys() == two.keys():
+            return kind({name: _emptied(value, two[name]) for name, value in one.items()})
+        if dataclasses.is_dataclass(kind):
+            names = [x.name for x in dataclasses.fields(kind) if x.init]
+            return dataclasses.replace(one, **{x: _emptied(getattr(one, x), getattr(two, x)) for x in names})
+        if one is None or (isinstance(one, (str, bytes, complex, float, int, np.generic)) and one == two):
+            return one
+    raise ValueError(
+        f"CollateEmptyBatches: collate_fn returns {described(one)} for one sample and {described(two)} for two. Return "
+        "tensors with a row for each sample, in dicts, lists, tuples or dataclasses, so that there is an empty batch."
+    )

@@ -1,9 +1,10 @@
 """Batch samplers by columns of a dataset: m samples of each of several classes, no value twice, or a budget of tokens."""
 
+import math
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,19 +36,28 @@ def columns_problem(columns: Sequence[Column]) -> str | None:
                 return f"labels and columns have one value per sample, [n], got shape {list(column.shape)}."
         elif not isinstance(column, Sequence) or isinstance(column, (str, bytes)):
             return f"labels and columns are tensors, arrays or lists, got {described(column)}."
-        elif not all(isinstance(x, Hashable) for x in column):
-            return f"labels and columns hold numbers, words or other hashable values, got {described(column)}."
+        for x in {type(x): x for x in _values(column)}.values():
+            if type(x).__hash__ in _NOT_BY_CONTENT and x is not None:
+                fix = "Pass a number or a word for each sample."
+                return f"labels and columns hold values that are equal by their content, got {described(x)}. {fix}"
     return None
+
+
+_NOT_BY_CONTENT: tuple[Any, ...] = (None, object.__hash__, Tensor.__hash__)  # equal objects would be different values
+
+
+def _values(column: Column) -> Sequence[Any]:
+    """Return one value per sample; a tensor or array of one element is its number."""
+    if isinstance(column, (Tensor, np.ndarray)):
+        column = column.tolist()
+    return [x.item() if isinstance(x, (Tensor, np.ndarray)) and math.prod(x.shape) == 1 else x for x in column]
 
 
 def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hashable]]:
     """Return the columns with equal values as equal integers, 0, 1, … in order of appearance, and the distinct values."""
     known: dict[Hashable, int] = {}
-    result = []
-    for column in columns:
-        values = column.tolist() if isinstance(column, (Tensor, np.ndarray)) else column
-        result.append(np.fromiter((known.setdefault(value, len(known)) for value in values), np.int64, len(values)))
-    return result, list(known)
+    numbers = ([known.setdefault(value, len(known)) for value in _values(column)] for column in columns)
+    return [np.array(x, dtype=np.int64) for x in numbers], list(known)
 
 
 Singletons = Literal["raise", "keep", "drop"]

@@ -32,7 +32,7 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
     """
     if seed < 0:
         raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")
-    state = torch.tensor(_signed(int(seed) % 2**64))
+    state = torch.tensor(_signed(int(seed) % 2**64), device="cpu")
     for x in coordinates:
         coordinate = torch.from_numpy(np.asarray(x).astype(np.uint64).view(np.int64))
         state = _mixed(state) + _mixed(coordinate + _signed(GAMMA))

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, even_bounds
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
 from contrastive_zoo.ranks.world import World
@@ -49,7 +50,8 @@ class SamplerTrial:
         samplers = [self.make(process_group=World(rank, world_size)) for rank in range(world_size)]
         for sampler in samplers:
             sampler.load_state_dict({"epoch": self.epoch, "step": 0} | position)
-        return [list(parts) for parts in zip_longest(*samplers, fillvalue=[])]
+        with torch.device("meta"):  # the user's default device
+            return [list(parts) for parts in zip_longest(*samplers, fillvalue=[])]
 
     @cached_property
     def parts(self) -> list[list[list[int]]]:
@@ -113,7 +115,8 @@ def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
             values, counts = np.unique(labels, return_counts=True)
         used = counts > (settings["singletons"] == "drop")
         settings |= {"m": number(2, 7), "classes_per_batch": number(1, used.sum() + 1)}
-        data, about = (labels,), {"values": labels[:, None], "group": (settings["m"], settings["classes_per_batch"])}
+        about = {"values": labels[:, None], "group": (settings["m"], settings["classes_per_batch"])}
+        data = ([*torch.from_numpy(labels)],)  # a list of tensors of one number
         about["samples"] = np.flatnonzero(np.isin(labels, values[used])).tolist()
     elif issubclass(kind, NoDuplicatesBatchSampler):
         about["values"] = skewed(size, 2 * size).reshape(size, 2)[:, : number(1, 3)]
@@ -284,10 +287,6 @@ def groups_in_random_order(self: Any, epoch: int) -> Batches:
     return [np.concatenate(shuffled[start : start + self.classes_per_batch]) for start in starts]
 
 
-def first_column_only(self: Any, *columns: Any, **settings: Any) -> None:
-    NoDuplicatesBatchSampler.__init__(self, columns[0], **settings)
-
-
 def real_tokens_counted(self: Any, epoch: int) -> Batches:
     """A batch is full when its samples have so many tokens; padding is not counted."""
     order = np.random.default_rng(epoch).permutation(len(self.lengths))
@@ -303,14 +302,11 @@ def turns_of_samples(self: Any, epoch: int) -> Batches:
     return np.split(order, np.cumsum([len(x) for x in batches])[:-1])
 
 
-def bounds_of_samples(self: Any, batch: NDArray[np.int64], world_size: int) -> list[int]:
-    """Every rank gets as many samples, whatever their lengths."""
-    return even_bounds(len(batch), world_size)
-
-
 def remainder_to_the_last(self: Any, batch: NDArray[np.int64], world_size: int) -> list[int]:
     return [*(rank * (len(batch) // world_size) for rank in range(world_size)), len(batch)]
 
+
+EVENLY_SPLIT = {"bounds": BaseBatchSampler.bounds}  # every rank gets as many samples, whatever their lengths
 
 MISTAKES: dict[Callable[[SamplerTrial], bool], tuple[type[BaseBatchSampler], dict[str, Any]]] = {
     same_global_batches: (GlobalBatchSampler, {"__iter__": own_batches}),
@@ -329,10 +325,13 @@ MISTAKES: dict[Callable[[SamplerTrial], bool], tuple[type[BaseBatchSampler], dic
     positive_in_batch: (MPerClassBatchSampler, {"global_batches": remainder_alone}),
     m_of_each_class: (MPerClassBatchSampler, {"global_batches": groups_in_random_order}),
     full_as_long_as_possible: (NoDuplicatesBatchSampler, {"global_batches": evenly}),
-    no_value_twice: (NoDuplicatesBatchSampler, {"__init__": first_column_only}),
-    chunks_stay_whole: (TokenBatchSampler, {"bounds": bounds_of_samples}),
+    no_value_twice: (
+        NoDuplicatesBatchSampler,
+        {"__init__": lambda self, first, *_, **of: NoDuplicatesBatchSampler.__init__(self, first, **of)},
+    ),
+    chunks_stay_whole: (TokenBatchSampler, EVENLY_SPLIT),
     batches_fill_the_budget: (TokenBatchSampler, {"global_batches": real_tokens_counted}),
-    one_source_in_a_batch: (OneDatasetBatchSampler, {"global_batches": turns_of_samples, "bounds": bounds_of_samples}),
+    one_source_in_a_batch: (OneDatasetBatchSampler, {"global_batches": turns_of_samples} | EVENLY_SPLIT),
     drop_last_leaves_out_the_remainder: (GlobalBatchSampler, {"kept_batches": GlobalBatchSampler.global_batches}),
 }
 """All invariants, and a sampler with the mistake that each catches: its kind, and other methods."""

@@ -1,7 +1,9 @@
 """What each sampler yields, the position, bad arguments, and agreement between ranks."""
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from functools import partial
 from itertools import chain, combinations
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import contrastive_zoo as cz
 from contrastive_zoo.data import GlobalBatchSampler, MPerClassBatchSampler, OneDatasetBatchSampler, token_chunks
@@ -115,20 +117,15 @@ def test_no_division_of_the_samples_has_fewer_chunks(lengths: list[int], budget:
 
 
 def test_an_empty_batch_has_the_structure_of_the_others() -> None:
-    from collections import namedtuple
-
-    pair = namedtuple("pair", "x y")
+    pair, of = namedtuple("pair", "x y"), make_dataclass("of", ["parts", "scale"])
     example = {"views": [torch.ones(2), torch.ones(3)], "pair": pair(1, 2.0), "name": "a", "array": np.ones((2, 2))}
-    collate = cz.data.CollateEmptyBatches(example)
-    full, empty = collate([example, example]), collate([])
-    structures = [torch.utils._pytree.tree_structure({**x, "name": 0}) for x in (full, empty)]
-    assert structures[0] == structures[1]
-    assert [list(x.shape) for x in empty["views"]] == [[0, 2], [0, 3]]
-    assert (empty["pair"].x.dtype, empty["pair"].y.dtype) == (torch.int64, torch.float64)
-    assert empty["name"] == []
-    assert list(empty["array"].shape) == [0, 2, 2]
+    collate = cz.data.CollateEmptyBatches(example, lambda x: of(default_collate(x), 0.5))
+    empty = collate([]).parts
+    assert [list(x.shape) for x in (*empty["views"], empty["array"])] == [[0, 2], [0, 3], [0, 2, 2]]
+    assert (type(empty["pair"]), *(x.dtype for x in empty["pair"])) == (pair, torch.int64, torch.float64)
+    assert (empty["name"], collate([]).scale) == ([], 0.5)
     empty["name"].append("b")
-    assert collate([])["name"] == []
+    assert collate([]).parts["name"] == []
 
 
 NINE = GlobalBatchSampler(9, batch_size=9, process_group=ONE_PROCESS)
@@ -155,6 +152,11 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9, 9]), r"one integer for each of the 1 samplers, got \[9, 9\]"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9], temperature=0.5), r"of at least 1, got 0\.5"),
     (lambda: [*OneDatasetBatchSampler([NINE], sizes=[8])], "set 0 are between 0 and 7, got 0 … 8. Pass the sizes"),
+    (partial(cz.data.NoDuplicatesBatchSampler, [object()], batch_size=2), "by their content, got a object. Pass a"),
+    (partial(cz.data.NoDuplicatesBatchSampler, [torch.ones(2)], batch_size=2), r"by their content, got float32 \[2\]"),
+    (partial(cz.data.CollateEmptyBatches, 1, len), r"returns 1 for one sample and 2 for two\. Return tensors"),
+    (partial(cz.data.CollateEmptyBatches, 1, lambda x: torch.tensor(len(x))), r"int64 \[\] for one"),
+    (partial(cz.data.CollateEmptyBatches, 1, iter), "a list_iterator for one"),
 ]
 
 
