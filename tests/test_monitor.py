@@ -56,7 +56,8 @@ def watched(attach, make, rows, shards, worlds):
         loss_fn = cz.DistributedLoss(make() if isinstance(make, type) else make)
         monitor = attach and attach(loss_fn)
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in rows]
-        value = loss_fn(*leaves)
+        with torch.device("meta"):  # the user's default device
+            value = loss_fn(*leaves)
         random = torch.rand(3)
         value.backward()
         gradients = [x.grad for x in leaves if x.grad is not None]
@@ -133,7 +134,7 @@ class LocalBatch(cz.Monitor):
 class MeanOfRanks(LocalBatch):
     def observe(self, loss, rows, shards, world):
         super().observe(loss, rows, shards, world)
-        means = reduced_everywhere(torch.tensor([*super().latest.values()]), "mean", world)
+        means = reduced_everywhere(torch.tensor([*super().latest.values()], device="cpu"), "mean", world)
         self.mean = dict(zip(super().latest, means, strict=True))
 
     @property
@@ -146,7 +147,7 @@ class DrawsRandomNumbers(cz.Monitor):
 
     def observe(self, loss, rows, shards, world):
         super().observe(loss, rows, shards, world)
-        torch.randint(0, 2, (64,))
+        torch.randint(0, 2, (64,), device="cpu")
 
 
 MISTAKES = {LocalBatch: "split", MeanOfRanks: "formulas", DrawsRandomNumbers: "loss"}
@@ -270,7 +271,8 @@ CLASSES = torch.arange(30) % 3
 
 
 def counts(rows, labels):
-    return [x.tolist() for x in plots._pair_counts(rows, None, labels, None, 20, cz.World.of())]
+    with torch.device("meta"):
+        return [x.tolist() for x in plots._pair_counts(rows, None, labels, None, 20, cz.World.of())]
 
 
 def test_the_histogram_counts_every_pair_once(worlds):

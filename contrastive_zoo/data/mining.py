@@ -2,9 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import starmap
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,7 +20,7 @@ from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
-from contrastive_zoo.ranks.world import Processes, Shards, World
+from contrastive_zoo.ranks.world import Processes, World
 
 QUERIES_OF_A_STEP = 16384  # queries of a rank whose candidates are held at once
 _NAME = "mine_hard_negatives"
@@ -107,7 +105,7 @@ def as_tensor(rows: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
         try:
-            return torch.as_tensor(rows)
+            return torch.as_tensor(rows, device="cpu")
         except (TypeError, ValueError, RuntimeError):  # an array of text, or lists of unequal length
             return rows
 
@@ -139,12 +137,10 @@ class Mining:
 
     @property
     def problem(self) -> str | None:
-        problem = next(filter(None, starmap(tensor_problem, self.rows.items())), None)
-        problem = problem or settings_problem(normalize=self.normalize)
-        if problem := problem or rows_problem(self.queries, self.corpus, "corpus"):
-            return problem
-        fix = "Pass corpus=None."
-        if not self.among_themselves and (problem := repeated_problem(self.queries, self.corpus, fix, "corpus")):
+        problem = settings_problem(normalize=self.normalize) or rows_problem(self.queries, self.corpus, "corpus")
+        if problem is None and not self.among_themselves:
+            problem = repeated_problem(self.queries, self.corpus, "Pass corpus=None.", "corpus")
+        if problem := problem or tensor_problem("positives", self.positives):
             return problem
         paired = self.positives.ndim in (1, 2) and len(self.positives) == len(self.queries)
         if not paired or self.positives.dtype != torch.int64:
@@ -210,9 +206,10 @@ class Mining:
         session = Session.of(self.world, check_finite=False)  # the search checks embeddings
         of_this_rank = {*_ROWS, "process_group"}
         settings = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in of_this_rank}
-        shards = agree_on_shards(_NAME, self.rows, world=session, problem=self.problem, settings=settings)
+        stated: Any = {"problem": self.problem, "settings": settings, "distinct": self.corpus}
+        shards = agree_on_shards(_NAME, self.rows, world=session, **stated)
         queries, self.shards = shards[:2]  # of the queries, and of the corpus
-        with reported(self.world):
+        with reported(self.world), torch.device("cpu"):
             # with a second dimension, on the CPU
             positives = (self.positives if self.positives.ndim == 2 else self.positives[:, None]).detach().cpu()
             outside, problem = (positives < -1) | (positives >= self.shards.total), None
@@ -222,7 +219,9 @@ class Mining:
                 first = positives[outside][0].item()
                 problem = f"positives are indices into the {self.shards.total} rows of the corpus, or -1, got {first}."
             agree_on_shards(_NAME, {}, world=self.world, problem=problem)
-            blocks = [self._mined(part, positives[part], queries.start) for part in self._steps(queries)]
+            steps = range(0, max(1, *queries.sizes), QUERIES_OF_A_STEP)  # on every rank, with queries or without
+            parts = [slice(*(min(queries.size, x + more) for more in (0, QUERIES_OF_A_STEP))) for x in steps]
+            blocks = [self._mined(part, positives[part], queries.start) for part in parts]
         negatives, scores, positive_scores = (torch.cat(x) for x in zip(*blocks, strict=True))
         exists = negatives >= 0
         complete = exists.all(1, keepdim=True) if self.output == "n-tuple" else exists.any(1, keepdim=True)
@@ -238,11 +237,6 @@ class Mining:
             pair, rank = exists[query].nonzero(as_tuple=True)
             columns = {name: x[pair, rank] if x.ndim == 2 else x[pair] for name, x in columns.items()}
         return {name: x.numpy() for name, x in columns.items()}
-
-    def _steps(self, queries: Shards) -> Iterator[slice]:
-        """Yield parts of this rank's queries: equally many on every rank, some possibly empty, but at least one."""
-        for start in range(0, max(1, *queries.sizes), QUERIES_OF_A_STEP):
-            yield slice(*(min(queries.size, start + x) for x in (0, QUERIES_OF_A_STEP)))
 
     def _mined(self, part: slice, positives: Int[Tensor, "n p"], start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the indices of negatives, best first, −1 where there are fewer, their scores and the positives' scores."""

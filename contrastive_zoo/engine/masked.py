@@ -152,7 +152,7 @@ def masked_indices(
     if most is None and devices.on_cpu(mask):
         rows, columns = mask.nonzero().unbind(1)
         counts = rows.bincount(minlength=len(mask))
-        present = torch.arange(int(counts.max()) if len(rows) else 0) < counts[:, None]
+        present = torch.arange(int(counts.max()) if len(rows) else 0, device=mask.device) < counts[:, None]
         return columns.new_zeros(present.shape).masked_scatter_(present, columns), present
     position = mask.cumsum(1, dtype=torch.int32)
     if most is None:  # the one number that the host waits for

@@ -20,7 +20,8 @@ from contrastive_zoo.ranks.world import World
 _UNIT = 2**52
 _HALF = 2**26
 # Cosines of one direction differ by up to 2^-23: embeddings of other lengths are rounded to other float32 when normalised.
-# Of float64 it is the rounding of :func:`similarities`.
+# Of float64 it is the rounding of :func:`similarities`. They stay different, by one step, where the boundary between two
+# multiples is among them. This is not so near 1 and −1: embeddings of one direction tie among themselves.
 TIE_BITS = {torch.float32: 21, torch.float64: 40}
 _ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they stay in the cache
 
@@ -76,7 +77,7 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
 def scores_of(
     queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"], *, normalize: bool
 ) -> Float[Tensor, "... n m"]:
-    """Return the scores of :func:`prepared` embeddings; cosines that differ by rounding are equal if ``normalize``."""
+    """Return the scores of :func:`prepared` embeddings; cosines are rounded to multiples of ``2^-TIE_BITS``."""
     scores = similarities(queries, rows)
     return rounded(scores, TIE_BITS[queries.dtype]) if normalize else scores
 

@@ -151,12 +151,12 @@ def count_sketch(x: Tensor, generator: torch.Generator, weight: Tensor | None = 
 
     Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
-    result = torch.zeros(WIDTH, dtype=torch.float64)
+    result = torch.zeros(WIDTH, dtype=torch.float64, device="cpu")
     flat = [y.detach().reshape(-1) for y in (x, weight) if y is not None]
     rows = [nn.functional.pad(y, (0, -len(y) % WIDTH)).view(-1, WIDTH).split(_SKETCHED_ROWS) for y in flat]
     for part, *weights in zip(*rows, strict=True):
         values = math.prod((in_float64(y).abs() for y in weights), start=in_float64(part))
-        signs = torch.randint(0, 2, (len(part),), generator=generator).mul_(2).sub_(1)
+        signs = torch.randint(0, 2, (len(part),), generator=generator, device="cpu").mul_(2).sub_(1)
         result += (signs.to(values) @ values).cpu()
     return result
 
@@ -166,15 +166,15 @@ def sketch(module: nn.Module | None) -> Tensor:
     generator = torch.Generator().manual_seed(0)  # its own, so that training draws what it draws without a monitor
     shared = () if module is None else LossModules(module).shared_state().values()
     parts = [count_sketch(x, generator) for x in shared if isinstance(x, nn.Parameter) and not x.is_meta]
-    return sum(parts, torch.zeros(WIDTH, dtype=torch.float64))
+    return sum(parts, torch.zeros(WIDTH, dtype=torch.float64, device="cpu"))
 
 
 def totals(samples: Samples, encoder: Tensor, temperature: float, world: World) -> Totals:
     """Return the sums over all ranks, in one message; the temperature is NaN if this rank's loss has none."""
     local = _local_sums(next(x for views in samples.encoders.values() for x in views), samples, world)
-    local["sketches"] = torch.zeros(world.size, WIDTH, dtype=torch.float64)
+    local["sketches"] = encoder.new_zeros(world.size, WIDTH)
     local["sketches"][world.rank] = encoder
-    local["temperature"] = torch.tensor(temperature / world.size, dtype=torch.float64)
+    local["temperature"] = encoder.new_tensor(temperature / world.size)
     if world.size == 1:
         return local
     flat = torch.cat([x.flatten().to(world.device) for x in local.values()])
@@ -234,7 +234,7 @@ class Measurement:
 
     def counts(self) -> Tensor:
         """Return the numbers of positive and of negative pairs in each of the 2,048 bins between −1 and 1, [2, 2048]."""
-        return self.totals["counts"].view(2, BINS).cpu() if "counts" in self.totals else torch.zeros(2, BINS)
+        return self.totals.get("counts", self.totals["temperature"].new_zeros(2 * BINS)).view(2, BINS).cpu()
 
     def spectrum(self, encoder: str) -> Tensor:
         """Return the eigenvalues of ZᵀZ / N in descending order, [d] on the CPU; NaN if some embedding is not finite."""

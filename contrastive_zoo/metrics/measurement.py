@@ -90,7 +90,7 @@ def measured(caller: str, evaluation: Evaluation) -> dict[str, Any]:
             f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}. Lower k; for a sanity check of "
             "Lightning on few batches, pass Trainer(num_sanity_val_steps=0)."
         )
-    with reported(world):
+    with reported(world), torch.device("cpu"):
         local = Gallery(items.rows, evaluation.normalize)
         rows = prepared(queries.rows, normalize=evaluation.normalize)
         totals = relevance.totals(world)
@@ -108,7 +108,7 @@ def measured(caller: str, evaluation: Evaluation) -> dict[str, Any]:
                 values[metric.name][block.local] = metric.values(ranking)
     if evaluation.reduction == "mean":
         return means_over_ranks(values, world)
-    nothing = torch.full((len(queries.kept),), torch.nan, dtype=torch.float64)
+    nothing = torch.full((len(queries.kept),), torch.nan, dtype=torch.float64, device="cpu")
     return {name: nothing.masked_scatter(queries.kept, torch.from_numpy(x)) for name, x in values.items()}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -83,7 +84,7 @@ def embedding_map(rows: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None =
     if (problem := Evaluation(rows, labels=labels).shapes_problem()) is not None:
         raise ValueError(f"embedding_map: {problem}")
     plane = principal_plane(torch.nn.functional.normalize(rows.detach().cpu().float(), dim=1))
-    labels = torch.zeros(len(rows), dtype=torch.int64) if labels is None else labels.cpu()
+    labels = torch.zeros(len(rows), dtype=torch.int64, device="cpu") if labels is None else labels.cpu()
     with styled_figure(1, 1, figsize=(6.0, 6.0)) as (figure, axis):
         for number, label in enumerate(labels.unique().tolist()):
             x, y = plane[labels == label].T.tolist()
@@ -97,7 +98,7 @@ def embedding_map(rows: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None =
 
 def draw_density(axis: Any, counts: Int[Tensor, " bins"], label: str, colour: str) -> None:
     bins = len(counts)
-    density, edges = (counts / max(1, int(counts.sum())) * bins / 2).tolist(), torch.linspace(-1, 1, bins + 1).tolist()
+    density, edges = (counts / max(1, int(counts.sum())) * bins / 2).tolist(), np.linspace(-1, 1, bins + 1)
     axis.stairs(density, edges, fill=True, alpha=0.35, color=colour)
     axis.stairs(density, edges, lw=1.6, color=colour, label=label)
     axis.set(xlabel="cosine", ylabel="density", title="Similarity of pairs", xlim=(-1, 1))
@@ -134,15 +135,15 @@ def _pair_counts(
 ) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
     inputs = Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels)
     problem = inputs.inputs_problem() or (None if bins >= 1 else f"bins is at least 1, got {bins}.")
-    settings = {"bins": bins, "among the queries": gallery is None}
-    shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, problem=problem, settings=settings)
+    stated: Any = {"problem": problem, "settings": {"bins": bins, "among the queries": gallery is None}}
+    shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, distinct=inputs.rows, **stated)
     of_rows = labels if gallery_labels is None else gallery_labels
     both = labels.to(queries.device), of_rows.to(inputs.rows.device)
     sums = pair_sums(
         unit(queries), unit(inputs.rows), both, shards[gallery is not None], world,
         among_themselves=gallery is None, bins=bins,
     )  # fmt: skip
-    positive, negative = torch.tensor(world.exchange(sums["counts"].long().tolist())).sum(0).view(2, bins)
+    positive, negative = torch.from_numpy(np.sum(world.exchange(sums["counts"].long().tolist()), 0)).view(2, bins)
     return positive, negative
 
 

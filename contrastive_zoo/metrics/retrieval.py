@@ -107,7 +107,7 @@ class RetrievalMetrics:
             arguments["judgements"] = tuple(arguments.pop(name) for name in JUDGED)
         settings: dict[str, Any] = {"normalize": self.normalize, "process_group": self.process_group}
         result = measured("RetrievalMetrics", Evaluation(**arguments, metrics=self.names, **settings))
-        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
+        numbers = {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
 
     def _collected(self, world: World) -> dict[str, Tensor]:
@@ -118,9 +118,9 @@ class RetrievalMetrics:
         like = [rows.shape[-1], 1 + _DTYPES.index(rows.dtype)] if rows is not None and rows.dtype in _DTYPES else [0, 0]
         by_rank = world.exchange([*like, *(name in tensors for name in names)])
         width, dtype = max(x[:2] for x in by_rank)
-        empty = torch.empty(0, width, dtype=_DTYPES[max(0, dtype - 1)])
+        empty = torch.empty(0, width, dtype=_DTYPES[max(0, dtype - 1)], device="cpu")
         for name, *known in zip(names, *(x[2:] for x in by_rank), strict=True):
             if name not in tensors and any(known):
-                numbers = torch.empty(0, dtype=torch.float64 if name == "grades" else torch.int64)
+                numbers = empty.new_empty(0, dtype=torch.float64 if name == "grades" else torch.int64)
                 tensors[name] = empty if name in ROWS else numbers
         return tensors

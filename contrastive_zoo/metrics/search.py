@@ -172,10 +172,8 @@ def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best of each row by score, then by position; padded with −∞ and −1."""
     positions, order = positions.sort(dim=1)
     scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
-    scores, positions = scores[:, :k], positions.gather(1, order[:, :k])
-    if (missing := k - scores.shape[1]) > 0:
-        scores = pad(scores, (0, missing), value=-torch.inf)
-        positions = pad(positions, (0, missing), value=-1)
+    scores, positions, missing = scores[:, :k], positions.gather(1, order[:, :k]), max(0, k - scores.shape[1])
+    scores, positions = pad(scores, (0, missing), value=-torch.inf), pad(positions, (0, missing), value=-1)
     return scores, positions.masked_fill(scores == -torch.inf, -1)
 
 
@@ -206,8 +204,9 @@ def top_k(
     """Return the k nearest embeddings of the gallery of all ranks, for this rank's queries.
 
     Equal to ``torch.topk(queries @ all_gather(gallery).T, k)`` in float64, where equal scores are ordered by index, and the
-    same bits for every split. Cosines are rounded to 2^-21, those of float64 embeddings to 2^-40, so that embeddings of one
-    direction are equally near. Each rank holds its own embeddings, k numbers per query, and blocks of constant size.
+    same bits for every split. Cosines are rounded to multiples of 2^-21, of float64 embeddings to 2^-40. Embeddings of one
+    direction are then equally near, but for queries whose cosine with them is at the boundary of two multiples. Each rank
+    holds its own embeddings, k numbers per query, and blocks of constant size.
 
     Args:
         queries: this rank's queries; ranks may hold different numbers, including zero.
@@ -233,24 +232,24 @@ def top_k(
     if excluded is not None:
         problem = problem or tensor_problem("excluded", excluded)
         if problem is None and (excluded.dtype != torch.int64 or excluded.ndim != 2 or len(excluded) != len(queries)):
-            problem = (
-                f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {described(excluded)}."
-            )
+            got = described(excluded)
+            problem = f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {got}."
     elif gallery is not None:
         problem = problem or repeated_problem(queries, gallery, "Leave out gallery, or pass excluded.")
     problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
     settings = {"k": k, "normalize": normalize, "leave one out": gallery is None}
-    shards = agree_on_shards("top_k", arguments, world=world, problem=problem, settings=settings)
+    stated: Any = {"problem": problem, "settings": settings, "distinct": rows}
+    shards = agree_on_shards("top_k", arguments, world=world, **stated)
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
-    excluded = torch.empty(len(queries), 0, dtype=torch.int64) if excluded is None else excluded.cpu()
-    if gallery is None:
-        self_indices = torch.arange(shards[0].start, shards[0].start + shards[0].size)
-        excluded = torch.cat([excluded, self_indices[:, None]], 1)
     shape, start = (len(queries), k), shards[1].start
-    result = Neighbors(torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.int64))
-    with reported(world):
+    with reported(world), torch.device("cpu"):
+        result = Neighbors(torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.int64))
+        excluded = torch.empty(len(queries), 0, dtype=torch.int64) if excluded is None else excluded.cpu()
+        if gallery is None:
+            self_indices = torch.arange(shards[0].start, shards[0].start + shards[0].size)
+            excluded = torch.cat([excluded, self_indices[:, None]], 1)
         prepared_queries = prepared(queries, normalize=normalize)
         local = Gallery(rows.detach(), normalize)
         for block in rounds(shards[0], world):
@@ -269,10 +268,8 @@ def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | 
     valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, rows))
     if valid and queries.shape[1] == rows.shape[1] and queries.dtype == rows.dtype:
         return None
-    return (
-        f"queries [n, d] and {name} [m, d] are floating-point rows of one width and dtype, got {described(queries)} and "
-        f"{described(rows)}."
-    )
+    got = f"{described(queries)} and {described(rows)}"
+    return f"queries [n, d] and {name} [m, d] are floating-point rows of one width and dtype, got {got}."
 
 
 def repeated_problem(queries: Tensor, rows: Tensor, fix: str, name: str = "gallery") -> str | None:

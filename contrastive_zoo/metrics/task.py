@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -270,7 +270,10 @@ class Side(NamedTuple):
 def agreed_task(caller: str, evaluation: Evaluation, world: World) -> tuple[Side, Side, Relevance]:
     """Return this rank's queries, its part of the gallery, and what is relevant."""
     settings = {name: getattr(evaluation, name) for name in _SETTINGS} | {"leave one out": evaluation.gallery is None}
-    shards = agree_on_shards(caller, evaluation.tensors(), world=world, problem=evaluation.problem(), settings=settings)
+    ids = evaluation.ids if evaluation.gallery is None else evaluation.gallery_ids  # tell which rows are repeated
+    distinct = evaluation.rows if ids is None else None
+    stated: Any = {"problem": evaluation.problem(), "settings": settings, "distinct": distinct}
+    shards = agree_on_shards(caller, evaluation.tensors(), world=world, **stated)
     totals = [split.total for split in shards[:2]]
     if evaluation.labels is None and evaluation.judgements is None and totals[0] != totals[1]:
         raise ValueError(
@@ -286,7 +289,7 @@ def agreed_task(caller: str, evaluation: Evaluation, world: World) -> tuple[Side
             rows, numbers[kept], numbers[:0] if ids is None else ids.cpu().long()[kept], world.shards(rows), kept
         )
 
-    with reported(world):
+    with reported(world), torch.device("cpu"):
         items = queries = side(evaluation.queries, evaluation.labels, evaluation.ids, shards[0])
         if evaluation.gallery is not None:
             items = side(evaluation.gallery, evaluation.gallery_labels, evaluation.gallery_ids, shards[1])

@@ -77,13 +77,13 @@ def copies_difference(ranks: Sequence[int], world_size: int) -> str:
 
 _GATHERED_BEFORE = (
     "If they were gathered before (Lightning's all_gather, accelerator.gather, torch.distributed), pass this rank's own "
-    "embeddings: DistributedLoss gathers by itself, and would count every sample once for each rank."
+    "embeddings: those of all ranks are compared here, and every sample would count once for each rank."
 )
 
 _COPIES = (
     "If they hold one model in parts (tensor, context, sequence or pipeline parallel), pass the ranks with different "
-    "samples, DistributedLoss(loss, process_group=mesh.get_group('dp')). If they read the same data, give each its own "
-    "shard, such as by a DistributedSampler. check_distinct=False accepts equal embeddings."
+    "samples, process_group=mesh.get_group('dp'). If they read the same data, give each its own shard, such as by a "
+    "DistributedSampler."
 )
 
 

@@ -85,14 +85,9 @@ class StateWatch:
 def random_states(device: torch.device | None = None) -> list[torch.Tensor]:
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
-    states = [
-        torch.get_rng_state(),
-        torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        torch.tensor([position, has_gauss], dtype=torch.int64),
-        torch.tensor([gauss], dtype=torch.float64),
-        torch.tensor([version, next_gauss is not None, *words], dtype=torch.int64),
-        torch.tensor([next_gauss or 0.0], dtype=torch.float64),
-    ]
+    numbers = [np.asarray(keys, dtype=np.int64), np.array([position, has_gauss]), np.array([gauss])]
+    numbers += [np.array([version, next_gauss is not None, *words]), np.array([next_gauss or 0.0])]
+    states = [torch.get_rng_state(), *map(torch.from_numpy, numbers)]
     if device is None or device.type == "cpu":
         return states
     return [*states, torch.get_device_module(device).get_rng_state(device)]

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from contrastive_zoo.ranks.devices import ValueCheck
+from contrastive_zoo.ranks.differences import copies_difference
+from contrastive_zoo.ranks.fingerprint import equal_arguments, fingerprint
 from contrastive_zoo.ranks.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
 from contrastive_zoo.ranks.world import Shards, World
@@ -48,6 +50,7 @@ def agree(
     world: World,
     problem: str | None = None,
     settings: Mapping[str, object] | None = None,
+    distinct: Tensor | None = None,  # embeddings to search in, which may not be equal on two ranks
     **stated: Any,
 ) -> Agreed:
     """Agree with all ranks on rows, settings, and what else a :class:`Statement` says, or raise the same on all of them."""
@@ -59,8 +62,14 @@ def agree(
     compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
     compared |= {name: in_one_line(value) for name, value in (settings or {}).items()}
     sizes = [len(x) if x.ndim else 1 for x in rows.values()]
-    precision = tolerance(rows.values())
-    return shake_hands(Statement(caller, compared, sizes, problem, tolerance=precision, **stated), world)
+    searched = {} if distinct is None or problem is not None else {"embeddings": distinct}
+    digests = [fingerprint(None, searched)().digests.get(name, 0) for name in searched]
+    stated |= {"tolerance": tolerance(rows.values()), "digests": digests}
+    agreed = shake_hands(Statement(caller, compared, sizes, problem, **stated), world)
+    if agreed.digests and (copies := equal_arguments(searched, agreed.digests)[1]):
+        alone = "process_group=cz.World() searches in this rank's embeddings alone."
+        raise ValueError(f"{caller}: {copies_difference(copies, world.size)} {alone}")
+    return agreed
 
 
 def agree_on_shards(caller: str, rows: Mapping[str, Tensor], *, world: World, **stated: Any) -> list[Shards]:

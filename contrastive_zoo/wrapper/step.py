@@ -113,7 +113,8 @@ class DistributedStep(ABC):
             refuse_empty(self.name, agreed.shards[0])
         equal, copies = equal_arguments(self.rows, agreed.digests)
         if copies:
-            raise ValueError(f"{self.name}: {copies_difference(copies, session.size)}")
+            accepts = "check_distinct=False accepts equal embeddings."
+            raise ValueError(f"{self.name}: {copies_difference(copies, session.size)} {accepts}")
         plan = self.plan(agreed, equal)
         of_all = plan.work == "all on every rank"
         compares = self.options.check_equal and not of_all and history.compares(history.calls)

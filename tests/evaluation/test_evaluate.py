@@ -143,7 +143,9 @@ def test_awkward_inputs_have_the_bits_of_one_process(world_size, worlds):
 def same_for_every_split(measure, world_size, worlds):
     def on_rank(seeds):
         size, rank = dist.get_world_size(), dist.get_rank()
-        return [repr(measure(**shards(awkward(seed)[0], size, seed)[rank])) for seed in seeds]
+        parts = [shards(awkward(seed)[0], size, seed)[rank] for seed in seeds]
+        with torch.device("meta"):  # the user's default device
+            return [repr(measure(**part)) for part in parts]
 
     seeds = CASES[world_size % 2 :: 2]
     expected = [repr(cz.metrics.evaluate(**awkward(seed)[0])) for seed in seeds]
@@ -155,7 +157,7 @@ def shards(arguments, number, seed):
     draw, found = torch.Generator().manual_seed(seed), [dict(arguments) for _ in range(number)]
     for side in ("queries", "gallery") if "gallery" in arguments else ("queries",):
         n = len(arguments[side])
-        cuts = torch.randint(n + 1, (number - 1,), generator=draw).sort().values.tolist()
+        cuts = torch.randint(n + 1, (number - 1,), generator=draw, device="cpu").sort().values.tolist()
         for name, x in arguments.items():
             if isinstance(x, torch.Tensor) and name.startswith("gallery") == (side == "gallery"):
                 for part, of_part in zip(found, x.tensor_split(cuts), strict=True):
@@ -207,7 +209,7 @@ def local_queries(**arguments):
 
 def mean_of_means(**arguments):
     def means(values, world):
-        of_rank = torch.tensor([np.nanmean([0.0, *x]) for x in values.values()])
+        of_rank = torch.from_numpy(np.array([np.nanmean([0.0, *x]) for x in values.values()]))
         dist.all_reduce(of_rank)
         return dict(zip(values, (of_rank / world.size).tolist(), strict=True))
 
@@ -221,7 +223,7 @@ def test_a_mistake_on_several_ranks_is_caught(mutant, worlds):
         same_for_every_split(mutant, 2, worlds)
 
 
-ROWS, IDS = torch.eye(4), torch.arange(4)
+ROWS, IDS = torch.ones(4, 4), torch.arange(4)
 
 FAULTS = {
     "evaluate": ("metrics.measurement.nearest_ranking", partial(cz.metrics.evaluate, ROWS, labels=IDS % 2)),
@@ -265,11 +267,8 @@ def test_means_of_queries_are_the_metrics(worlds):
     expected = {name: x.nanmean().item() for name, x in whole.items()}
     assert cz.metrics.evaluate(rows, labels=labels, **settings) == pytest.approx(expected, abs=1e-12)
 
-    def on_rank(rows, labels):
-        return cz.metrics.evaluate(rows, labels=labels, reduction="none", **settings)
-
-    split = [40, 0, 20]
-    results = worlds.run(3, on_rank, each=list(zip(rows.split(split), labels.split(split), strict=True)))
+    each = list(zip(*(x.split([40, 0, 20]) for x in (rows, labels)), strict=True))
+    results = worlds.run(3, lambda x, y: cz.metrics.evaluate(x, labels=y, reduction="none", **settings), each=each)
     for name, x in whole.items():
         assert torch.equal(torch.cat([found[name] for found in results]).nan_to_num(-1), x.nan_to_num(-1))
 

@@ -39,7 +39,8 @@ def test_the_nearest_rows_are_those_of_one_process(name, worlds):
     excluded = torch.stack([torch.arange(n).roll(3), torch.full((n,), -1)], 1)
 
     def search(queries, excluded, gallery):
-        return tuple(cz.metrics.top_k(queries, None if other is None else gallery, excluded=excluded, **settings))
+        with torch.device("meta"):  # the user's default device
+            return tuple(cz.metrics.top_k(queries, None if other is None else gallery, excluded=excluded, **settings))
 
     scores, indices = search(rows, excluded, gallery)
     unit = partial(F.normalize, dim=1) if settings.get("normalize", True) else lambda x: x
@@ -164,9 +165,19 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "grades must be at most 1e+300": lambda: evaluate(ONES, ids=IDS, judgements=(IDS, IDS, IDS.double() * 5e307)),
     "k is an integer … got [1, 2]": lambda: top_k(ONES, OTHERS, k=[1, 2]),
     "0 rows": lambda: top_k(ONES, ONES[:0], k=1),
+    "every rank brought the very same … Lightning": lambda: evaluate(ROWS, labels=PLACES % 5),
+} | {
+    f"{caller}: every rank brought the very same … cz.World()": lambda call=call: call(ROWS + rank(), ROWS, **LABELLED)
+    for caller, call in CALLS.items()
 }
 
 
 def test_a_mistake_is_one_error_on_every_rank(worlds):
     for words, bad in MISTAKES.items():
         refused(worlds, 2, bad, words)
+
+
+def test_ids_accept_the_whole_set_on_every_rank(worlds):
+    of = {"labels": PLACES % 5, "metrics": ["map"]}
+    assert worlds.run(2, partial(evaluate, ROWS, ids=PLACES, **of)) == [evaluate(ROWS, **of)] * 2
+    assert worlds.run(2, partial(evaluate, ONES[:1], labels=IDS[:1], metrics=["map"])) == [{"map": 1.0}] * 2

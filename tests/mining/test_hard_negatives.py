@@ -38,7 +38,8 @@ def data(seed: int = 0, *, ties: bool = False, alone: bool = False) -> dict[str,
 
 
 def mine_in(queries: Tensor, positives: Tensor, corpus: Tensor | None = None, **settings: Any) -> dict[str, Any]:
-    return mine(queries, corpus, positives, **settings)
+    with torch.device("meta"):  # the user's default device
+        return mine(queries, corpus, positives, **settings)
 
 
 def by_hand(given: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, list[Any]]:
@@ -212,4 +213,4 @@ BAD: dict[str, dict[str, Any]] = {
 
 def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
     for words, change in BAD.items():
-        refused(worlds, 2, lambda change=change: mine(**data() | (change if dist.get_rank() == 1 else {})), words)
+        refused(worlds, 2, lambda of=change: mine(**data(dist.get_rank()) | (of if dist.get_rank() else {})), words)
