@@ -19,9 +19,10 @@ from tests.helpers import EXACT, Largest, numbers
 N, D = 13, 5
 X, Y = numbers(N, D, seed=0), numbers(N, D, seed=1)
 PAIRED = X, X + 0.7 * Y
+INDEX = torch.arange(N)
 NARROW = numbers(N, 40, seed=2), numbers(N, 40, seed=3)  # N < d
 LABELLED = X, torch.tensor([0, 1, 0, 2, 1, 2, 0, 2**60, 2**60 + 1, 3, 3, 0, 1])
-REPEATED = X[torch.arange(N) // 2], LABELLED[1]  # ties
+REPEATED = X[INDEX // 2], LABELLED[1]  # ties
 
 
 def third_party(embeddings, labels):
@@ -32,18 +33,31 @@ def of_pairs(queries, keys):
     return (queries - keys).square().mean()
 
 
+class ScalesLogits(nn.Module):
+    """Has a module ``temperature`` that takes the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Linear(N, N)
+
+    def forward(self, queries, keys):
+        return nn.functional.cross_entropy(self.temperature((queries @ keys.T).float()), INDEX)
+
+
 CASES = {
     "views": (cz.NTXent, PAIRED, (4, 9)),
     "two encoders": (cz.Clip, PAIRED, (0, 7, 6)),
     "fewer rows than dimensions": (cz.InfoNCE, NARROW, (12, 1)),
     "labels": (cz.SupCon, LABELLED, (6, 0, 7)),
     "ties": (cz.Triplet, REPEATED, (5, 8)),
+    "ids": (cz.MultiPositive, (*PAIRED, LABELLED[1]), (6, 0, 7)),
+    "embeddings of zeros": (cz.NTXent, (X.tril(-3), X.tril(-2)), (4, 9)),
     "a third-party loss": (third_party, LABELLED, (13, 0)),
     "a third-party loss of pairs": (of_pairs, PAIRED, (1, 12)),
 }
 
 
-ENCODERS = {cz.Clip: ("images", "texts"), cz.InfoNCE: ("queries", "keys"), of_pairs: ("queries", "keys")}
+ENCODERS = {cz.Clip: ("images", "texts")} | dict.fromkeys((cz.InfoNCE, cz.MultiPositive, of_pairs), ("queries", "keys"))
 """The names of the arguments of losses of two encoders."""
 
 
@@ -90,11 +104,12 @@ def broken(attach, make, rows, shards, worlds):
     return result
 
 
-def direct_figures(encoders, first, second):
+def direct_figures(encoders, first, second, ids=INDEX):
     a = nn.functional.normalize(first.double(), dim=1)
     itself = torch.eye(len(a), dtype=torch.bool)
     if second.is_floating_point():
-        b, positive, negative = nn.functional.normalize(second.double(), dim=1), itself, ~itself
+        b, positive = nn.functional.normalize(second.double(), dim=1), ids[:, None] == ids
+        negative = ~positive
     else:
         b, alike = a, second[:, None] == second
         positive, negative = alike & ~itself, ~alike
@@ -118,7 +133,7 @@ def direct_figures(encoders, first, second):
 def of_encoder(prefix, views):
     """Return the figures of unit embeddings; only pairs within a view count for the uniformity."""
     z = torch.cat(views)
-    p = torch.linalg.svdvals(z) ** 2 / len(z)
+    p = torch.linalg.svdvals(z) ** 2 / z.square().sum()
     potentials = [torch.pdist(view).square().mul(-2).exp() for view in views]
     variance = z.var(0, correction=0)
     found = {"uniformity": torch.cat(potentials).mean().log(), "effective_rank": torch.special.entr(p).sum().exp()}
@@ -199,6 +214,7 @@ def test_ties_are_misses_and_copies_are_likely_false_negatives():
     copies = torch.eye(4)[[0, 0, 1, 2]]
     found = measured(cz.NTXent(), copies, copies)
     assert (found["top1_forward"], found["top1_backward"]) == (0.5, 0.5)
+    assert measured(cz.NTXent(), X[:, :1].abs(), Y[:, :1].abs())["top1_forward"] == 0.0
     assert found["likely_false_negatives"] == 2 / 12
     assert measured(cz.SupCon(), torch.eye(3), torch.tensor([0, 0, 1]))["anchors_without_positive"] == 1 / 3
 
@@ -217,6 +233,17 @@ def test_views_of_all_forms():
     assert "positive_similarity" not in no_pairs
 
 
+def test_pairs_that_are_annotated_have_no_figures_of_pairs():
+    scores, queries, keys = INDEX % 2, *PAIRED
+    several = torch.stack([scores, scores], 1)
+    calls = (cz.OnlineContrastive(), scores), (cz.CoSENT(), scores / 2), (nn.CosineEmbeddingLoss(), 2 * scores - 1)
+    calls += ((cz.MultiPositive(), several, INDEX),)
+    for loss, *more in calls:
+        found = measured(loss, queries, keys, *more)
+        assert "positive_similarity" not in found
+        assert {name.rpartition("/")[2] for name in found} > {"uniformity", "effective_rank"}
+
+
 def test_half_precision_and_values_that_are_not_finite():
     found = measured(cz.NTXent(), X.bfloat16(), X.bfloat16())
     assert found["top1_forward"] == 1.0
@@ -228,7 +255,8 @@ def test_half_precision_and_values_that_are_not_finite():
 def test_temperature_and_drift(worlds):
     for temperature in (0.25, cz.LearnableTemperature(0.25), nn.Parameter(torch.tensor(0.25))):
         assert measured(cz.Clip(temperature=temperature), *PAIRED)["temperature"] == 0.25
-    assert "temperature" not in measured(third_party, *LABELLED)
+    for loss, rows in ((third_party, LABELLED), (ScalesLogits(), PAIRED)):
+        assert "temperature" not in measured(loss, *rows)
 
     def job(same):
         torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.precision import in_float64, without_autocast
 from contrastive_zoo.loss_base.loss_modules import LossModules
-from contrastive_zoo.metrics.exact import norms, similarities
+from contrastive_zoo.metrics.exact import norms, scores_of
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.transport import gather_rows
@@ -25,6 +26,7 @@ WIDTH = 64  # numbers of a sketch; the estimated distance has a relative standar
 _SKETCHED_ROWS = 2**12  # of WIDTH numbers, that are converted to float64 at once
 _POSITIVE, _NEGATIVE, _ITSELF = range(3)
 _QUANTILES = (0.05, 0.5, 0.95)  # of the similarities
+_OF_PAIRS = re.compile("label|score|target|^y$")  # names of arguments that say which pairs belong together, or how much
 Totals = Mapping[str, Tensor]  # sums over all ranks by name, in float64
 
 
@@ -34,7 +36,8 @@ class Samples:
 
     encoders: Mapping[str, Sequence[Tensor]]  # by name the embeddings of each encoder, one tensor [n, d] for each view
     shards: Mapping[str, Shards]  # how the samples of each encoder are split over the ranks
-    labels: Tensor | None = None  # classes [n] of the one encoder's embeddings; None: the same index is positive
+    # classes [n] of each encoder's embeddings; none: the same index is positive; None: the loss is told otherwise
+    labels: Sequence[Tensor] | None = ()
 
     @classmethod
     def of(cls, rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> "Samples":
@@ -42,27 +45,33 @@ class Samples:
         assert samples_problem(rows) is None
         ((name, first), *others), of = rows.items(), shards[0]
         views = [first] if first.ndim == 2 else list(first.unbind(1))
+        labels: Sequence[Tensor] | None = ()
         if others:
             other, second = others[0]
             is_real = second.is_floating_point()
             if second.ndim == 1 and not is_real and not second.is_complex() and shards[1].sizes == of.sizes:
                 stacked = unit(torch.cat([x.detach() for x in views]))
-                labels = second.to(stacked.device).repeat(len(views))
-                return cls({"embeddings": [stacked]}, {"embeddings": of.times(len(views))}, labels)
+                classes = second.to(stacked.device).repeat(len(views))
+                return cls({"embeddings": [stacked]}, {"embeddings": of.times(len(views))}, [classes])
+            labels = None if any(x.ndim == 1 and _OF_PAIRS.search(key) for key, x in others[1:]) else ()
             if first.ndim == 2 and name.startswith("view"):
                 views += [x for key, x in others if key.startswith("view") and x.shape[1:] == first.shape[1:]]
             elif first.ndim == 2 and is_real and second.shape[1:] == first.shape[1:]:
-                return cls({name: [unit(first)], other: [unit(second)]}, {name: of, other: shards[1]})
-        return cls({"embeddings": [unit(x) for x in views]}, {"embeddings": of})
+                if (ids := rows.get("ids")) is not None:
+                    of_second = next((rows[key] for key in ("key_ids", "text_ids") if key in rows), ids)
+                    labels = [x.to(first.device) for x in (ids, of_second)] if ids.ndim == 1 else None
+                return cls({name: [unit(first)], other: [unit(second)]}, {name: of, other: shards[1]}, labels)
+        return cls({"embeddings": [unit(x) for x in views]}, {"embeddings": of}, labels)
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what is compared: each two views, or the two encoders; nothing where indices do not pair."""
-        if self.labels is not None:
-            (only,) = next(iter(self.encoders.values()))
-            return [(only, only)]
-        if len({of.sizes for of in self.shards.values()}) > 1:
+    def pairs(self) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, Shards]]:
+        """Return anchors, candidates, their classes and the candidates' shards; nothing where indices do not pair."""
+        views, shards = [*itertools.chain.from_iterable(self.encoders.values())], [*self.shards.values()]
+        if self.labels:  # of two encoders both ways
+            sides = [*zip(views, self.labels, shards, strict=True)]
+            return [(x, y, (a, b), of) for (x, a, _), (y, b, of) in zip(sides, reversed(sides), strict=True)]
+        if self.labels is None or len({of.sizes for of in shards}) > 1:
             return []
-        return list(itertools.combinations(itertools.chain.from_iterable(self.encoders.values()), 2))
+        return [(x, y, None, shards[0]) for x, y in itertools.combinations(views, 2)]
 
 
 def samples_problem(rows: Mapping[str, Tensor]) -> str | None:
@@ -110,18 +119,20 @@ def pair_sums(
     """Return this rank's sums over the pairs of its unit anchors with the unit candidates of all ranks, in float64.
 
     Positive candidates have the anchor's label, or without labels its index. ``counts`` [2, bins] and ``sums`` [2] are of
-    positive and negative similarities; ``hits`` are anchors whose best positive is more similar than every negative;
-    ``beaten`` [N], without labels: whether an anchor here is at least as similar to a candidate as its partner is.
+    positive and negative similarities; ``distance`` is Σ ‖x − y‖² of positives; ``hits`` are anchors whose best positive is
+    more similar than every negative; ``beaten`` [N], without labels: whether an anchor here is at least as similar to a
+    candidate as its partner is.
     """
     if labels is None:  # the bits of a block's, as both are functions of the two embeddings alone
-        shared = similarities(anchors[:, None], candidates[:, None]).flatten(1)
+        shared = scores_of(anchors[:, None], candidates[:, None], normalize=True).flatten(1)
     else:  # the bits of an int64, gathered with the embeddings
         shared = labels[1].long()[:, None].view(torch.float64)
-    counts, sums = anchors.new_zeros(3 * bins), anchors.new_zeros(3)
+    counts, sums, distance = anchors.new_zeros(3 * bins), anchors.new_zeros(2), anchors.new_zeros(())
     best = anchors.new_full((2, len(anchors)), -torch.inf)
     beaten = torch.zeros(shards.total if labels is None else 0, dtype=torch.bool, device=anchors.device)
     for some, first, gathered, itself in _blocks(len(anchors), torch.cat([candidates, shared], 1), shards, world):
-        result, of_candidates = similarities(anchors[some], gathered[:, :-1]), gathered[:, -1]
+        rows, of_candidates = gathered[:, :-1], gathered[:, -1]
+        result = scores_of(anchors[some], rows, normalize=True)
         if labels is None:
             kind = torch.where(itself, _POSITIVE, _NEGATIVE)
             beaten[first : first + len(gathered)] |= ((result >= of_candidates) & ~itself).any(0)
@@ -136,12 +147,15 @@ def pair_sums(
             sums[of_kind] += result.where(is_kind, 0.0).sum()
             nearest = result.where(is_kind, -torch.inf).amax(1)
             best[of_kind, some] = torch.maximum(best[of_kind, some], nearest)
+        distance += torch.cdist(anchors[some], rows).square_().where(kind == _POSITIVE, 0.0).sum()
     has_positive = best[_POSITIVE] > -torch.inf
     return {
         "counts": counts[: 2 * bins],
-        "sums": sums[:2],
+        "sums": sums,
+        "distance": distance,
         "hits": ((best[_POSITIVE] > best[_NEGATIVE]) & has_positive).sum().double(),
-        "without_positive": (~has_positive).sum().double(),
+        "with_positive": has_positive.sum().double(),
+        "anchors": sums.new_tensor(len(anchors)),
         "beaten": beaten.double(),
     }
 
@@ -187,18 +201,16 @@ def _local_sums(like: Tensor, samples: Samples, world: World) -> dict[str, Tenso
     """Return this rank's part of all sums of embeddings; autocast is disabled on the device of ``like``, one of them."""
     result: dict[str, Tensor] = {}
     if pairs := samples.pairs():
-        shards = next(iter(samples.shards.values()))
-        labels = None if samples.labels is None else (samples.labels, samples.labels)
-        parts = [pair_sums(a, b, labels, shards, world) for a, b in pairs]
-        result = {name: sum((part[name] for part in parts[1:]), x) for name, x in parts[0].items() if name != "beaten"}
-        result["anchors"] = result["sums"].new_tensor(len(pairs) * shards.size)
-        result["beaten"] = torch.cat([part["beaten"] for part in parts])
+        parts = [pair_sums(x, y, labels, of, world, among_themselves=x is y) for x, y, labels, of in pairs]
+        result = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        result |= {name: result[name].sum(0) for name in ("counts", "sums", "distance")}
     for name, views in samples.encoders.items():
         rows, shards = torch.cat(list(views)), samples.shards[name]
         result[f"{name} sum"], result[f"{name} moments"] = rows.sum(0), rows.mT @ rows
-        # Σ exp(−2 ‖x − y‖²) over the pairs of a unit embedding x of this rank with another one y of the view
+        # Σ exp(−2 ‖x − y‖²) over the pairs of an embedding x of this rank with another one y of the view
         blocks = ((x[some], *others) for x in views for some, _, *others in _blocks(len(x), x, shards, world))
-        potentials = [(x @ y.T).sub_(1).mul_(4).exp_().masked_fill_(itself, 0.0).sum() for x, y, itself in blocks]
+        distances = ((torch.cdist(x, y).square_(), itself) for x, y, itself in blocks)
+        potentials = [x.mul_(-2).exp_().masked_fill_(itself, 0.0).sum() for x, itself in distances]
         result[f"{name} potential"] = sum(potentials, rows.new_zeros(()))
         result[f"{name} rows"] = rows.new_tensor(len(rows))
         result[f"{name} ordered pairs"] = rows.new_tensor(len(views) * shards.size * (shards.total - 1))
@@ -259,16 +271,16 @@ class Measurement:
             for q in _QUANTILES:
                 index = _quantile_bin(of_kind, q)
                 result[f"{kind}_similarity_q{100 * q:g}"] = math.nan if index is None else (index + 0.5) * 2 / BINS - 1
-        anchors, without = self.totals["anchors"].item(), self.totals["without_positive"].item()
-        forward = _ratio(self.totals["hits"].item(), anchors - without)
-        result["top1_forward"] = result["top1_backward"] = forward
-        if len(beaten := self.totals["beaten"]):
-            result["top1_backward"] = _ratio((beaten == 0).sum().item(), anchors)
-        result["anchors_without_positive"] = _ratio(without, anchors)
+        anchors, valid, beaten = (self.totals[name] for name in ("anchors", "with_positive", "beaten"))
+        top1 = self.totals["hits"] / valid  # of each comparison
+        result["top1_forward"], result["top1_backward"] = top1[0].item(), top1[-1].item()
+        if beaten.numel():
+            result["top1_forward"], result["top1_backward"] = top1.mean().item(), (beaten == 0).double().mean().item()
+        result["anchors_without_positive"] = ((anchors - valid) / anchors)[0].item()
         bound = _quantile_bin(counts[0], 0.5)
         above = math.nan if bound is None else counts[1][bound:].sum().item()
         result["likely_false_negatives"] = _ratio(above, counts[1].sum().item())
-        result["alignment"] = 2 - 2 * result["positive_similarity"]
+        result["alignment"] = _ratio(self.totals["distance"].item(), counts[0].sum().item())
         return result
 
     def _of_encoders(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ class Monitor:
       percent, at most 2^-11 off.
     - ``top1_forward``: share of anchors whose nearest candidate is positive; ties are misses. ``top1_backward``: from the
       second view or encoder to the first.
-    - ``alignment``: mean ‖x − y‖² of positive pairs. ``uniformity``: log of the mean exp(−2 ‖x − y‖²) of all pairs.
+    - ``alignment``: mean ‖x − y‖² of positive pairs. ``uniformity``: log of the mean exp(−2 ‖x − y‖²) of pairs
+      within a view.
     - ``effective_rank``: exp of the entropy of the eigenvalues of ZᵀZ / N.
     - ``variance_min``, ``variance_mean``, ``variance_max``: over the d dimensions of unit embeddings.
     - ``anchors_without_positive``: share of anchors.
@@ -38,8 +40,9 @@ class Monitor:
     With two encoders a name begins with the argument's: ``queries/effective_rank``.
 
     Args:
-        loss_fn: the loss. Its first argument is embeddings, [n, d] or [n, views, d]; integers after it are labels; further
-            embeddings are views or another encoder's.
+        loss_fn: a loss of embeddings, [n, d] or [n, views, d], then labels, views or another encoder's embeddings. Those
+            are positive pairs by ``ids``, or else by index. With ``labels`` or ``scores`` of pairs there are no figures of
+            pairs.
         every: k; the first call is measured.
         encoder: a module whose unsharded parameters are compared between ranks.
 
@@ -131,7 +134,9 @@ class Monitor:
 def _temperature(loss: Any) -> float:
     for module in loss.modules() if isinstance(loss, nn.Module) else ():
         result: Any = getattr(module, "temperature", None)
-        result = result() if isinstance(result, nn.Module) else result
+        if isinstance(result, nn.Module):  # one that takes the logits holds no temperature
+            takes = inspect.signature(result.forward).parameters.values()
+            result = None if any(x.default is x.empty for x in takes) else result()
         if isinstance(result, (int, float)) or (type(result) in (Tensor, nn.Parameter) and result.numel() == 1):
             return float(result)
     return math.nan
