@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
@@ -19,7 +20,7 @@ from contrastive_zoo.testing.batch import GlobalBatch, splits
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, assert_same, close, local_shard, numbers
+from tests.helpers import EVERY_CASE, assert_same, assert_says, close, error_message, local_shard, numbers
 from tests.random_steps.losses import LOSSES, MEMORIES, moco
 
 D = 3
@@ -137,10 +138,15 @@ def test_negatives_are_earlier_keys(inner: Any) -> None:
 def test_nothing_enters_in_eval_mode() -> None:
     rows = numbers(3, D, seed=0, dtype=torch.float32)
     labels, unit = torch.arange(3), F.normalize(rows, dim=1)
-    for inner, other in ((cz.InfoNCE(temperature=0.5), rows), (cz.SupCon(temperature=0.5), labels)):
+    learnt = cz.SupCon(temperature=nn.Parameter(torch.tensor(0.5)))
+    inners = cz.InfoNCE(temperature=0.5), cz.Angular(), cz.SmoothAP(), losses.TripletMarginLoss(), learnt
+    for inner, other in zip(inners, (rows, *[labels] * 4), strict=True):
         loss = cz.CrossBatchMemory(inner, 8, D).eval()
-        loss(rows, other)
+        leaves = [rows.clone().requires_grad_(), *loss.parameters()]
+        value = loss(leaves[0], other)
         assert len(loss.memory) == 0
+        if other is labels:  # there is nothing to compare with
+            assert not any(map(torch.any, (value, *torch.autograd.grad(value, leaves))))
         loss.train()(rows, other)
         assert len(loss.memory) == 3
     close(loss.eval()(rows, labels), F.cross_entropy(unit @ unit.T / 0.5, labels))  # each with the copy in the memory
@@ -243,3 +249,19 @@ def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
         return list(keys.state_dict())
 
     assert worlds.run(2, job) == [["encoder.weight", "encoder.bias"]] * 2
+
+
+def test_a_sharded_encoder_moves_a_sharded_copy(worlds: Worlds) -> None:
+    def job() -> list[str | None]:
+        encoder = nn.Linear(2, 2)
+        keys, before = cz.MomentumEncoder(encoder, momentum=0.5), encoder.weight.detach().clone()
+        nn.init.ones_(fully_shard(encoder).weight)
+        refusals = [error_message(partial(run, encoder)) for run in (keys.update, cz.MomentumEncoder)]
+        fully_shard(keys.encoder)
+        keys.update(encoder)
+        close(keys.encoder.weight.full_tensor().detach(), (before + 1) / 2, 1e-7)
+        return refusals
+
+    for update, copied in worlds.run(2, job):
+        assert_says(update, "MomentumEncoder: … differs in … fully_shard(keys.encoder)")
+        assert_says(copied, "MomentumEncoder: … First make keys = MomentumEncoder(encoder)")

@@ -20,7 +20,7 @@ from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.loss_modules import is_plain, loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Evaluated
-from contrastive_zoo.loss_base.shapes import call_form
+from contrastive_zoo.loss_base.shapes import arguments_problem, call_form
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.losses.references import memory_problem
@@ -43,17 +43,23 @@ def memory_input(loss: Any) -> MemoryInput:
         return "candidates"
     parameters = _parameters(loss)
     required = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]
-    if "negatives" in parameters and len(required) == 2:
+    if "negatives" in parameters and len(required) == 2 and not (is_own and _negatives_problem(loss)):
         return "sharded negatives" if is_own else "negatives"
     if not is_own and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
         if problem := memory_problem(loss):
             raise ValueError(f"CrossBatchMemory: {loss_name(loss)}: {problem}")
         return "references"
     raise ValueError(
-        f"CrossBatchMemory: {loss_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
-        "BalSCL, a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
-        "triplet losses), or a function of (queries, keys, negatives)."
+        f"CrossBatchMemory: {loss_name(loss)} cannot compare a batch with a memory. Pass SupCon, SINCERE, NCA, "
+        "TupletMargin, BalSCL, a RowLoss, InfoNCE, InfoNCE(in_batch_negatives=False), a loss that takes ref_emb and "
+        "ref_labels (pytorch-metric-learning's pair and triplet losses), or a function of (queries, keys, negatives)."
     )
+
+
+def _negatives_problem(loss: Loss) -> str | None:
+    """Return why a loss cannot take negatives [m, d] of all queries [n, d], in words, or None."""
+    x = torch.zeros(1, 1, device="cpu")
+    return arguments_problem(type(loss), (x, x), {"negatives": x}) or loss.inputs(x, x, x).problem
 
 
 def _is_sum_of_blocks(kind: type[AnchorLoss]) -> bool:
@@ -102,7 +108,7 @@ class CrossBatchMemory(Loss):
         check_finite: refuse NaN and infinite embeddings.
 
     Raises:
-        ValueError: a loss that takes neither, or that is wrong for other references than its batch, such as
+        ValueError: a loss that cannot take the memory so, or that is wrong for other references than its batch, such as
             ``TripletMarginLoss(swap=True)``; a miner that the loss cannot use. At the call: memories that differ.
 
     Examples:
@@ -193,6 +199,8 @@ class CrossBatchMemory(Loss):
                 anchors = {name: x[~mask] for name, x in batch.rows.items()}
                 shards = batch.world.shards(anchors["embeddings"])
                 batch = replace(batch, rows=anchors, shards=dict.fromkeys(anchors, shards))
+            if not len(self.memory):
+                return self._against_nothing(batch)
             return self._against_candidates(batch, slots) if self._is_own() else self._against_references(batch, slots)
 
     def evaluated(self) -> Evaluated:
@@ -267,6 +275,13 @@ class CrossBatchMemory(Loss):
 
     def _of_loss(self, batch: Batch) -> Batch:
         return replace(batch, settings=batch.settings.members[0], name=loss_name(self.loss))
+
+    def _against_nothing(self, batch: Batch) -> Tensor:
+        """Return the loss of anchors that do not count: a row function need not take a block without candidates."""
+        rows = batch.rows["embeddings"]
+        losses = sum((x.sum().to(rows) for x in self.parameters()), rows.sum(1))
+        valid = torch.zeros_like(losses, dtype=torch.bool)
+        return batch.reduce(losses, valid, reduction=getattr(self.loss, "reduction", "mean"))
 
     def _against_candidates(self, batch: Batch, slots: Tensor) -> Tensor:
         loss: Any = self.loss

@@ -243,8 +243,8 @@ class MomentumEncoder(Stateful):
             the keys. ``"copy"``: every update copies the encoder's buffers.
 
     Raises:
-        ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters or
-            buffers.
+        ValueError: a momentum outside [0, 1], unknown ``buffers``, an encoder that FSDP has sharded; at an update, an
+            encoder with other parameters or buffers, or one that is not sharded as the copy is.
 
     Examples:
         >>> encoder = nn.Linear(1, 1, bias=False)
@@ -263,7 +263,13 @@ class MomentumEncoder(Stateful):
             raise ValueError(f"MomentumEncoder: the encoder is a torch.nn.Module, got {described(encoder)}.")
         if problem := _momentum_problem(momentum) or word_problem("buffers", buffers, Buffers):
             raise ValueError(f"MomentumEncoder: {problem}")
-        self.encoder = copy.deepcopy(without_ddp(encoder)).requires_grad_(False)
+        bare = without_ddp(encoder)
+        if any(kind.__name__ == "FSDPModule" for x in bare.modules() for kind in type(x).__mro__):
+            raise ValueError(
+                "MomentumEncoder: the encoder is sharded, and FSDP does not let it be copied. First make "
+                "keys = MomentumEncoder(encoder), then call fully_shard(encoder) and fully_shard(keys.encoder)."
+            )
+        self.encoder = copy.deepcopy(bare).requires_grad_(False)
         self.momentum = momentum
         self.buffers_from = buffers
 
@@ -282,10 +288,11 @@ class MomentumEncoder(Stateful):
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"MomentumEncoder: update takes the encoder that was copied, got {described(encoder)}.")
         new, old = self._tensors(without_ddp(encoder)), self._tensors(self.encoder)
-        shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (old, new)]
+        layouts = [{name: (x.shape, getattr(x, "placements", ())) for name, x in of.items()} for of in (old, new)]
         problem = _momentum_problem(self.momentum)
-        if differ := [name for name in old.keys() | new.keys() if shapes[0].get(name) != shapes[1].get(name)]:
+        if differ := [name for name in old.keys() | new.keys() if layouts[0].get(name) != layouts[1].get(name)]:
             problem = f"update takes the encoder that was copied, got one that differs in {min(differ)!r}."
+            problem += " If you shard one of the two, shard both: fully_shard(encoder), fully_shard(keys.encoder)."
         if problem:
             raise ValueError(f"MomentumEncoder: {problem}")
         self.record(new)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.figures import Measurement, pair_sums, unit
 from contrastive_zoo.metrics.task import Evaluation
+from contrastive_zoo.ranks.row_checks import described, first_non_finite, is_integer
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, World
@@ -53,7 +54,8 @@ def similarity_histogram(
         process_group: who holds embeddings.
 
     Raises:
-        ValueError: on every rank alike: embeddings or labels that do not belong together or are not finite.
+        ValueError: on every rank alike: embeddings or labels that do not belong together or are not finite; ``bins``
+            that is no integer of 1 or more.
 
     Examples:
         >>> figure = similarity_histogram(torch.eye(3), labels=torch.tensor([0, 0, 1]), bins=10)
@@ -75,13 +77,16 @@ def embedding_map(rows: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None =
         labels: one integer per embedding.
 
     Raises:
-        ValueError: embeddings and labels that do not belong together.
+        ValueError: embeddings and labels that do not belong together, embeddings of one feature, or that are not finite.
 
     Examples:
         >>> embedding_map(torch.eye(3), torch.tensor([0, 0, 1])).axes[0].get_title(loc="left")
         'Embeddings'
     """
-    if (problem := Evaluation(rows, labels=labels).shapes_problem()) is not None:
+    problem = Evaluation(rows, labels=labels).shapes_problem() or first_non_finite({"rows": rows}, optional=False)
+    if problem is None and rows.shape[1] < 2:
+        problem = f"embeddings of two or more features are drawn on a plane, got {described(rows)}."
+    if problem is not None:
         raise ValueError(f"embedding_map: {problem}")
     plane = principal_plane(torch.nn.functional.normalize(rows.detach().cpu().float(), dim=1))
     labels = torch.zeros(len(rows), dtype=torch.int64, device="cpu") if labels is None else labels.cpu()
@@ -134,7 +139,9 @@ def _pair_counts(
     queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
 ) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
     inputs = Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels)
-    problem = inputs.inputs_problem() or (None if bins >= 1 else f"bins is at least 1, got {bins}.")
+    problem = inputs.inputs_problem()
+    if not is_integer(bins, at_least=1):
+        problem = f"bins is an integer, at least 1, got {described(bins)}."
     stated: Any = {"problem": problem, "settings": {"bins": bins, "among the queries": gallery is None}}
     shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, distinct=inputs.rows, **stated)
     of_rows = labels if gallery_labels is None else gallery_labels

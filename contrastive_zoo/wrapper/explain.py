@@ -115,8 +115,8 @@ def explain(
     """
     if world_size is not None and not (isinstance(world_size, int) and world_size >= 1):
         raise ValueError(f"explain: world_size is the number of ranks, 1 or more, got {world_size!r}.")
-    if device is not None and not (isinstance(device, torch.device) or str(device).split(":")[0] in ("cpu", "cuda")):
-        raise ValueError(f"explain: device is 'cpu' or 'cuda', got {device!r}.")
+    if device is not None and str(device).split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"explain: device is 'cpu' or 'cuda', got {str(device)!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"explain: dtype is that of embeddings, such as torch.bfloat16, got {dtype!r}.")
     wrapper = loss_fn if isinstance(loss_fn, DistributedLoss) else DistributedLoss(loss_fn)
