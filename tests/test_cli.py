@@ -132,7 +132,7 @@ def test_a_command_answers_in_words(command: str, code: int, words: str, here: H
     [
         ("train.py --lr 0.1 -W 2 4", "train.py --lr 0.1", [2, 4]),
         ("-m my.training run --fast", "-m my.training run --fast", (2,)),
-        ("-W 3 -- train.py --steps 100", "train.py --steps 100", [3]),
+        ("-W 3 -- train.py --steps 100 -W 2 4", "train.py --steps 100 -W 2 4", [3]),
     ],
 )
 def test_an_audited_script_gets_its_own_arguments(given: str, expected: str, sizes, here: Here, monkeypatch) -> None:

@@ -56,11 +56,9 @@ class Collective(NamedTuple):
 
 
 def reduced(op: str, xs: Sequence[Tensor]) -> Tensor:
-    """In the dtype of the terms, 16-bit numbers in 32; of booleans, whether any is true."""
+    """In the dtype of the terms, which rounds once; of booleans, whether any is true."""
     stacked = torch.stack(list(xs))
-    if op == "mean":
-        return stacked.double().mean(0).to(stacked.dtype)
-    return stacked.any(0) if stacked.dtype == torch.bool else stacked.sum(0, dtype=stacked.dtype)
+    return (stacked.double().mean(0) if op == "mean" else stacked.double().sum(0)).to(stacked.dtype)
 
 
 def reducing(op: str) -> dict[str, Collective]:
@@ -146,6 +144,20 @@ def test_16_bit_numbers_are_summed_in_32_bits(worlds: Worlds) -> None:
 
     for everywhere, scattered, naive in worlds.run(4, job):
         assert {*everywhere, *scattered} == {260.0} != {*naive}
+
+
+def test_dtypes_that_no_backend_sums_are_summed(worlds: Worlds) -> None:
+    dtypes = torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.complex32
+
+    def job(directly_below: int) -> list[list[complex]]:
+        with patch.object(world_module, "SMALL_MESSAGE", directly_below):
+            sums = [
+                run(torch.full((2,), 3).to(dtype), op=op) for dtype in dtypes for op in ("sum", "mean") for run in SUMS
+            ]
+        return [x.to(torch.complex64).tolist() for x in sums]
+
+    for directly_below in (2**30, -1):
+        assert worlds.run(2, job, directly_below) == [[[6, 6], [6], [3, 3], [3]] * len(dtypes)] * 2
 
 
 def test_a_collective_is_one_message(worlds: Worlds) -> None:

@@ -57,7 +57,7 @@ def all_reduce(
     Type: P → R, and P → I with ``gradient="complete"``.
 
     Args:
-        x: the same shape and dtype on every rank. 16-bit numbers are summed in 32 bits.
+        x: the same shape and dtype on every rank. 8-bit and 16-bit numbers are summed in 32 bits.
         op: ``"sum"`` or ``"mean"``. For an extreme gather x, and take its ``amax(0)``.
         gradient: ``"partial"`` if each rank computes its own part of L from the result (gradients are summed),
             ``"complete"`` if every rank computes the same L from it (they are not).
@@ -77,7 +77,7 @@ def all_reduce(
 
 def _averageable(x: Tensor, op: SumOrMean) -> Tensor:
     """Return x; integers and booleans as floating-point numbers if ``op`` is the mean."""
-    return x / 1 if op == "mean" and not x.is_floating_point() else x
+    return x / 1 if op == "mean" and not (x.is_floating_point() or x.is_complex()) else x
 
 
 @uncompiled
@@ -141,7 +141,7 @@ def reduce_scatter(
     Type: P → V. The adjoint is an all-gather.
 
     Args:
-        rows: [N, …], the same shape and dtype on every rank.
+        rows: [N, …], the same shape and dtype on every rank. 8-bit and 16-bit numbers are summed in 32 bits.
         shards: the slice of each rank; None splits the rows as evenly as ``torch.tensor_split``.
         op: ``"sum"`` or ``"mean"``.
         process_group: the ranks.

@@ -76,11 +76,17 @@ def scatters_sums(shards: Shards, world: World) -> bool:
     return world.on_accelerators and len(set(shards.sizes)) == 1
 
 
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of at least 32 bits in which backends and torch add up numbers of this one."""
+    least = torch.complex64 if dtype.is_complex else torch.float32 if dtype.is_floating_point else torch.int32
+    return least if dtype.itemsize < least.itemsize else dtype if dtype.is_signed else torch.int64
+
+
 def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) -> Tensor:
     """Return this rank's slice of the sum of all ranks' [N, …] divided by ``over``, both in at least 32 bits."""
     if world.size == 1:
         return rows
-    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    wide = _summed_in(rows.dtype)
     if scatters_sums(shards, world):
         wide_rows = sendable(rows, world).to(wide).contiguous()
         total = wide_rows.new_empty(shards.size, *rows.shape[1:])
@@ -88,7 +94,7 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
         world.start("a reduce-scatter", begin, polled=total.is_cpu)()
     else:  # as many bytes; gloo's reduce-scatter is an all-reduce internally, of twice as many
         parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
-        total = parts.view(world.size, shards.size, *rows.shape[1:]).sum(0, dtype=wide)
+        total = sum(x.to(wide) for x in parts.view(world.size, shards.size, *rows.shape[1:]))
     return (total if over == 1 else total / over).to(rows)
 
 
@@ -112,14 +118,13 @@ def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
 
 
 def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
-    """Return the all-reduced x, without gradient; 16-bit numbers are reduced in 32 bits, and a mean has floats.
+    """Return the all-reduced x, without gradient; short numbers are reduced in 32 bits, and a mean has floats.
 
     A small one is summed in rank order, to the same bits on every rank.
     """
     if world.size == 1:
         return x
-    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    wide = sendable(x.detach(), world).to(dtype, copy=True).contiguous()
+    wide = sendable(x.detach(), world).to(_summed_in(x.dtype), copy=True).contiguous()
     if world.sends_directly(wide) and not world.on_accelerators:
         across = {"max": torch.amax, "min": torch.amin}.get(op, torch.sum)
         wide.copy_(across(world.start_gather(wide, "an all-reduce")(), 0))

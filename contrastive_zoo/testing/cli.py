@@ -237,11 +237,11 @@ def main() -> None:
 
 
 def _repeat_option(arguments: list[str]) -> list[str]:
-    """Turn ``--world-size 1 2 4`` into ``--world-size 1 --world-size 2 --world-size 4``, which typer accepts."""
+    """Turn ``--world-size 1 2`` before -- into ``--world-size 1 --world-size 2``, which typer accepts."""
     repeated: list[str] = []
     for argument in arguments:
         follows_number = len(repeated) > 1 and repeated[-2] in ("--world-size", "-W") and argument.isdigit()
-        repeated += [repeated[-2], argument] if follows_number else [argument]
+        repeated += [repeated[-2], argument] if follows_number and "--" not in repeated else [argument]
     return repeated
 
 
