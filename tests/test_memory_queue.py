@@ -258,6 +258,7 @@ def test_a_sharded_encoder_moves_a_sharded_copy(worlds: Worlds) -> None:
         nn.init.ones_(fully_shard(encoder).weight)
         refusals = [error_message(partial(run, encoder)) for run in (keys.update, cz.MomentumEncoder)]
         fully_shard(keys.encoder)
+        keys(torch.ones(1, 2))
         keys.update(encoder)
         close(keys.encoder.weight.full_tensor().detach(), (before + 1) / 2, 1e-7)
         return refusals

@@ -264,7 +264,7 @@ class MomentumEncoder(Stateful):
         if problem := _momentum_problem(momentum) or word_problem("buffers", buffers, Buffers):
             raise ValueError(f"MomentumEncoder: {problem}")
         bare = without_ddp(encoder)
-        if any(kind.__name__ == "FSDPModule" for x in bare.modules() for kind in type(x).__mro__):
+        if _sharded_modules(bare):
             raise ValueError(
                 "MomentumEncoder: the encoder is sharded, and FSDP does not let it be copied. First make "
                 "keys = MomentumEncoder(encoder), then call fully_shard(encoder) and fully_shard(keys.encoder)."
@@ -307,11 +307,17 @@ class MomentumEncoder(Stateful):
 
     def _tensors(self, encoder: nn.Module) -> dict[str, Tensor]:
         """Return what an update reads: the parameters by name, and the buffers if they are copied."""
+        for module in _sharded_modules(encoder):
+            module.reshard()  # FSDP keeps the parameters of the root whole from a forward pass to its backward pass
         buffers = encoder.named_buffers() if self.buffers_from == "copy" else ()
         return {**dict(encoder.named_parameters()), **dict(buffers)}
 
     def extra_repr(self) -> str:
         return f"momentum={self.momentum}, buffers={self.buffers_from!r}"
+
+
+def _sharded_modules(encoder: nn.Module) -> list[Any]:
+    return [x for x in encoder.modules() if any(kind.__name__ == "FSDPModule" for kind in type(x).__mro__)]
 
 
 def _momentum_problem(momentum: object) -> str | None:
