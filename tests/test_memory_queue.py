@@ -241,20 +241,13 @@ def test_an_update_that_is_refused_moves_nothing() -> None:
     assert all(torch.equal(x, before[name]) for name, x in keys.state_dict().items())
 
 
-def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
-    def job() -> list[str]:
-        model = DistributedDataParallel(nn.Linear(2, 2))
-        keys = cz.MomentumEncoder(model)
-        keys.update(model)
-        return list(keys.state_dict())
-
-    assert worlds.run(2, job) == [["encoder.weight", "encoder.bias"]] * 2
-
-
-def test_a_sharded_encoder_moves_a_sharded_copy(worlds: Worlds) -> None:
+def test_the_momentum_encoder_copies_without_ddp_and_moves_as_sharded_as_the_encoder(worlds: Worlds) -> None:
     def job() -> list[str | None]:
-        encoder = nn.Linear(2, 2)
-        keys, before = cz.MomentumEncoder(encoder, momentum=0.5), encoder.weight.detach().clone()
+        encoder = DistributedDataParallel(nn.Linear(2, 2))
+        keys, before = cz.MomentumEncoder(encoder, momentum=0.5), encoder.module.weight.detach().clone()
+        keys.update(encoder)
+        assert [*keys.state_dict()] == ["encoder.weight", "encoder.bias"]
+        encoder = encoder.module
         nn.init.ones_(fully_shard(encoder).weight)
         refusals = [error_message(partial(run, encoder)) for run in (keys.update, cz.MomentumEncoder)]
         fully_shard(keys.encoder)

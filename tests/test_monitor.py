@@ -33,17 +33,6 @@ def of_pairs(queries, keys):
     return (queries - keys).square().mean()
 
 
-class ScalesLogits(nn.Module):
-    """Has a module ``temperature`` that takes the logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Linear(N, N)
-
-    def forward(self, queries, keys):
-        return nn.functional.cross_entropy(self.temperature((queries @ keys.T).float()), INDEX)
-
-
 CASES = {
     "views": (cz.NTXent, PAIRED, (4, 9)),
     "two encoders": (cz.Clip, PAIRED, (0, 7, 6)),
@@ -231,17 +220,12 @@ def test_views_of_all_forms():
     assert "positive_similarity" in measured(cz.MNRL(), *views)
     no_pairs = measured(lambda queries, documents: (queries @ documents.T).mean(), views[0], views[1][:5])
     assert "positive_similarity" not in no_pairs
-
-
-def test_pairs_that_are_annotated_have_no_figures_of_pairs():
-    scores, queries, keys = INDEX % 2, *PAIRED
-    several = torch.stack([scores, scores], 1)
-    calls = (cz.OnlineContrastive(), scores), (cz.CoSENT(), scores / 2), (nn.CosineEmbeddingLoss(), 2 * scores - 1)
-    calls += ((cz.MultiPositive(), several, INDEX),)
-    for loss, *more in calls:
-        found = measured(loss, queries, keys, *more)
+    ids = torch.stack([INDEX, INDEX + 1], 1)  # several of a query
+    several = (cz.OnlineContrastive(), INDEX % 2), (cz.CoSENT(), INDEX), (nn.CosineEmbeddingLoss(), INDEX)
+    for loss, *more in (*several, (cz.MultiPositive(), ids, INDEX)):  # what belongs together is annotated
+        found = measured(loss, *PAIRED, *more)
         assert "positive_similarity" not in found
-        assert {name.rpartition("/")[2] for name in found} > {"uniformity", "effective_rank"}
+        assert any(name.endswith("uniformity") for name in found)
 
 
 def test_half_precision_and_values_that_are_not_finite():
@@ -255,8 +239,10 @@ def test_half_precision_and_values_that_are_not_finite():
 def test_temperature_and_drift(worlds):
     for temperature in (0.25, cz.LearnableTemperature(0.25), nn.Parameter(torch.tensor(0.25))):
         assert measured(cz.Clip(temperature=temperature), *PAIRED)["temperature"] == 0.25
-    for loss, rows in ((third_party, LABELLED), (ScalesLogits(), PAIRED)):
-        assert "temperature" not in measured(loss, *rows)
+    assert "temperature" not in measured(third_party, *LABELLED)
+    scaled = nn.CosineEmbeddingLoss()
+    scaled.temperature = nn.Linear(1, 1)  # one that takes the logits
+    assert "temperature" not in measured(scaled, *PAIRED, torch.ones(N))
 
     def job(same):
         torch.manual_seed(0)
