@@ -12,6 +12,7 @@ from contrastive_zoo.engine.batch import Batch, Part, is_embedding
 from contrastive_zoo.engine.cost import Entry, Local, Pairs, Shared, Signs, Summed
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels, implementation, is_dense
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
+from contrastive_zoo.engine.tiling import USUAL_MATRICES
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import arguments_problem
 from contrastive_zoo.ranks import devices
@@ -175,16 +176,23 @@ class Loss(Settings, nn.Module):
 
     check_finite: bool = True
 
-    engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel``, a keyword of the class
+    engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel`` and ``matrices``, a keyword of the class
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
+    matrices: ClassVar[float] = (
+        USUAL_MATRICES  # as large as the scores, of a block or all, that it makes; explain counts them
+    )
     # the names of the tensors that are compared, anchors and candidates; all embeddings with all if None
     compares: ClassVar[tuple[tuple[str, ...], tuple[str, ...]] | None] = None
     row_indices: ClassVar[tuple[str, ...]] = ()  # arguments whose values are indices of this rank's samples
 
-    def __init_subclass__(cls, *, engine: Engine | None = None, has_kernel: bool = False, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, *, engine: Engine | None = None, has_kernel: bool = False, matrices: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init_subclass__(**kwargs)
         if engine is not None:
             cls.engine, cls.no_kernel = engine, None if has_kernel else Loss.no_kernel
+        if matrices is not None:
+            cls.matrices = matrices
 
     def has_row_indices(self, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
         """Return whether a call brings :attr:`row_indices`, which only this rank can interpret."""

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,7 +12,6 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_rows
-from contrastive_zoo.engine.tiling import USUAL_MATRICES
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.loss_modules import is_third_party
@@ -84,7 +83,6 @@ class RowLoss(AnchorLoss):
     reduction: Reduction = "mean"
 
     terms = 1  # the number of means that the loss adds: rows() returns [c, terms] if there are several
-    matrices: ClassVar[float] = USUAL_MATRICES  # [c, N] that it makes at once, which explain counts
 
     def similarity(self, anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """Return the dot products of anchors and candidates. A loss on distances overrides this with its distance."""

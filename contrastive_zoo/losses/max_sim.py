@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,12 @@ MASKS = {"queries": "query_mask", "documents": "document_mask", "negatives": "ne
 """The argument that says which tokens of another one are valid."""
 
 
-class LateInteractionLoss(Loss, engine="tokens"):
+class LateInteractionLoss(Loss, engine="tokens", matrices=4.25):
     """A loss of queries and documents that are sets of token embeddings, [n, L, d]; padding is not sent."""
 
     token_reduction: TokenReduction = "sum"
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    matrices: ClassVar[float] = 4.25  # as large as the scores that compute holds at its peak, and a mask
 
     @staticmethod
     def inputs(
@@ -183,7 +181,7 @@ class MaxSimPairwise(LateInteractionLoss):
         return batch.reduce(losses, torch.full_like(losses, has_others, dtype=torch.bool), reduction=self.reduction)
 
 
-class M3(LateInteractionLoss):
+class M3(LateInteractionLoss, matrices=17.25):
     r"""Compute BGE-M3's loss of three kinds of scores, each of which also learns from their sum.
 
     With D the unit embeddings and X the lexical weights of all ranks' queries and documents, and S the scores of
@@ -226,8 +224,6 @@ class M3(LateInteractionLoss):
     lexical_loss_weight: Annotated[float, _CONSTANT] = 0.1
     distillation: Annotated[float, _CONSTANT._replace(high=1)] = 0.5
     token_reduction: TokenReduction = "mean"
-
-    matrices: ClassVar[float] = 17.25  # beside its dot products
 
     @staticmethod
     def inputs(  # type: ignore[override]  # more than tokens

@@ -99,7 +99,7 @@ class SignalToNoise(_PairHinges):
         return distances(a, b, squared=True) / signal
 
 
-class ThresholdConsistentMargin(RowLoss):
+class ThresholdConsistentMargin(RowLoss, matrices=5.5):
     r"""Compute the mean violations of a least positive and a largest negative similarity; a regulariser of other losses.
 
         loss = λ⁺ mean_{s_ip ≤ m⁺} (m⁺ − s_ip)  +  λ⁻ mean_{s_in ≥ m⁻} (s_in − m⁻)
@@ -132,8 +132,6 @@ class ThresholdConsistentMargin(RowLoss):
 
     terms = 2
 
-    matrices = 5.5
-
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         low, high = positive & (similarity <= self.positive_margin), negative & (similarity >= self.negative_margin)
         positive_term = self.positive_weight * (self.positive_margin - similarity).where(low, 0)
@@ -141,7 +139,7 @@ class ThresholdConsistentMargin(RowLoss):
         return row_sums(positive_term, negative_term), row_sums(low, high)
 
 
-class RankedList(RowLoss):
+class RankedList(RowLoss, matrices=9.5):
     r"""Compute weighted means of the hinges of positives and of negatives that violate their radius.
 
     With D_ij the distance of unit embeddings, over the pairs with D_ip > α − margin and D_in < α,
@@ -179,8 +177,6 @@ class RankedList(RowLoss):
     imbalance: Share = 0.5
     epsilon: NonNegative = 0.0
 
-    matrices = 9.5
-
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         return distances(anchors, candidates)
 
@@ -200,7 +196,7 @@ def _weighted_mean(x: Tensor, where: Tensor, t: float, epsilon: float) -> Tensor
     return (weights * x).sum(1) / total.where(total > 0, 1)
 
 
-class Margin(RowLoss):
+class Margin(RowLoss, matrices=6.5):
     r"""Compute two hinges around a boundary, which is one parameter or one per class.
 
     With D_ij the distance of unit embeddings, P and N an anchor's positives and negatives, active pairs those with a loss,
@@ -236,8 +232,6 @@ class Margin(RowLoss):
     num_classes: Size | None = None
     learn_beta: bool = True
     nu: NonNegative = 0.0
-
-    matrices = 6.5
 
     def __post_init__(self) -> None:
         arguments = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta

@@ -18,13 +18,11 @@ from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Reduction, Temperature
 
 
-class _SoftRanks(RowLoss):
+class _SoftRanks(RowLoss, matrices=6.5):
     """The mean, over an anchor's positives, of a penalty on how many embeddings are softly before each of them."""
 
     temperature: Temperature = 0.01
     with_self: bool = False
-
-    matrices = 6.5
 
     def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
         """Return the penalties on one positive of each anchor, [c], given what share of embeddings is before it, [c, N]."""
@@ -74,7 +72,7 @@ class SmoothAP(_SoftRanks):
         return 1 - (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
 
 
-class FastAP(RowLoss):
+class FastAP(RowLoss, matrices=10.5):
     r"""Compute one minus average precision, with ranks from a histogram of squared distances of unit embeddings.
 
     With h_l, h⁺_l the numbers of an anchor's other embeddings and of its positives in bin l (each shared linearly between
@@ -101,8 +99,6 @@ class FastAP(RowLoss):
     """
 
     num_bins: Bins = 10
-
-    matrices = 10.5
 
     def settings_problem(self) -> str | None:
         unit = "its histogram spans the distances of unit rows. Leave normalize=True."

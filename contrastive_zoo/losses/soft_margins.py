@@ -61,7 +61,7 @@ class Circle(RowLoss):
         return losses, valid & (losses > 0) if self.average == "nonzero" else valid
 
 
-class MultiSimilarity(RowLoss):
+class MultiSimilarity(RowLoss, matrices=5.5):
     r"""Compute soft sums of an anchor's similarities, to positives below a base and to negatives above it.
 
         loss_i = 1/α · log(1 + Σ_{p∈P(i)} exp(−α (s_ip − λ)))  +  1/β · log(1 + Σ_{n∈N(i)} exp(β (s_in − λ)))
@@ -92,8 +92,6 @@ class MultiSimilarity(RowLoss):
     beta: Positive = 50.0
     base: Number = 0.5
     epsilon: Number | None = None
-
-    matrices = 5.5
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         any_pair = any_in_row(positive) | any_in_row(negative)
@@ -161,7 +159,7 @@ def _pairs(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
     return hinges.sum(1) / 2, block.positive.sum(1).where(block.negative.any(1), 0)
 
 
-class GeneralizedLiftedStructure(DissimilarityLoss):
+class GeneralizedLiftedStructure(DissimilarityLoss, matrices=6.0):
     r"""Compute a hinge on two soft extremes: the farthest positive and the nearest negative.
 
     With D_ij the distance of unit embeddings,
@@ -190,8 +188,6 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
 
     pos_margin: Number = 0.0
     neg_margin: Number = 1.0
-
-    matrices = 6.0
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         farthest = masked_log_sum_exp(similarity - self.sign * self.pos_margin, positive, empty=0.0)

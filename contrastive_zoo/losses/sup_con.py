@@ -272,7 +272,7 @@ class HMLC(Loss, engine="softmax", has_kernel=True):
         return torch.stack([weight * x for weight, x in zip(weights, losses[::-1], strict=True)]).mean()
 
 
-class SINCERE(RowLoss):
+class SINCERE(RowLoss, matrices=6.5):
     r"""Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     With z the unit embeddings of all ranks, P(i) the other embeddings with i's label and N(i) those with another,
@@ -299,8 +299,6 @@ class SINCERE(RowLoss):
     temperature: Temperature = 0.1
     average: Average = "anchors"
 
-    matrices = 6.5
-
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         logits = block.anchors @ block.candidates.T / self.temperature  # type: ignore[operator]  # a number or a tensor
         return info_nce_per_positive(logits, block, self.average)
@@ -311,7 +309,7 @@ _ANGLE = Bounds(
 )
 
 
-class TupletMargin(RowLoss):
+class TupletMargin(RowLoss, matrices=12.75):
     r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
     With θ_ij the angle of embeddings i and j of all ranks, P(i) the others with i's label, N(i) those with another,
@@ -340,8 +338,6 @@ class TupletMargin(RowLoss):
     temperature: Temperature = 1 / 64
     margin: Annotated[float, _ANGLE] = 5.73
 
-    matrices = 12.75
-
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         cos, beta = block.anchors @ block.candidates.T, math.radians(self.margin)
         sine2 = 1 - cos.square()
@@ -351,7 +347,7 @@ class TupletMargin(RowLoss):
         return info_nce_per_positive(logits, block, "pairs", positive_logits=of_positives)
 
 
-class NCA(RowLoss):
+class NCA(RowLoss, matrices=5.5):
     r"""Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
     With z the embeddings of all ranks, P(i) the other embeddings with i's label,
@@ -377,8 +373,6 @@ class NCA(RowLoss):
     """
 
     temperature: Temperature = 1.0
-
-    matrices = 5.5
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         nearness = 2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)  # ‖z_i‖² cancels

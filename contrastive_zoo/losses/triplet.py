@@ -96,7 +96,7 @@ class Triplet(DissimilarityLoss):
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
 
-class Angular(RowLoss):
+class Angular(RowLoss, matrices=4.75):
     r"""Compute a soft maximum, over the negatives of a positive pair, of the excess of their angle over α.
 
     With unit embeddings z, over all ordered positive pairs (i, p) whose class has a negative,
@@ -122,8 +122,6 @@ class Angular(RowLoss):
     alpha: Annotated[
         float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
     ] = 40.0
-
-    matrices = 4.75
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2
