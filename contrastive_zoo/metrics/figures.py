@@ -119,15 +119,15 @@ def pair_sums(
     """Return this rank's sums over the pairs of its unit anchors with the unit candidates of all ranks, in float64.
 
     Positive candidates have the anchor's label, or without labels its index. ``counts`` [2, bins] and ``sums`` [2] are of
-    positive and negative similarities; ``distance`` is Σ ‖x − y‖² of positives; ``hits`` are anchors whose best positive is
-    more similar than every negative; ``beaten`` [N], without labels: whether an anchor here is at least as similar to a
+    positive and negative similarities, ``squares`` is Σ ‖x‖² + ‖y‖² of positives; ``hits`` are anchors whose best positive
+    is more similar than every negative; ``beaten`` [N], without labels: whether an anchor here is at least as similar to a
     candidate as its partner is.
     """
     if labels is None:  # the bits of a block's, as both are functions of the two embeddings alone
         shared = scores_of(anchors[:, None], candidates[:, None], normalize=True).flatten(1)
     else:  # the bits of an int64, gathered with the embeddings
         shared = labels[1].long()[:, None].view(torch.float64)
-    counts, sums, distance = anchors.new_zeros(3 * bins), anchors.new_zeros(2), anchors.new_zeros(())
+    counts, sums, squares = anchors.new_zeros(3 * bins), anchors.new_zeros(2), anchors.new_zeros(())
     best = anchors.new_full((2, len(anchors)), -torch.inf)
     beaten = torch.zeros(shards.total if labels is None else 0, dtype=torch.bool, device=anchors.device)
     for some, first, gathered, itself in _blocks(len(anchors), torch.cat([candidates, shared], 1), shards, world):
@@ -147,12 +147,13 @@ def pair_sums(
             sums[of_kind] += result.where(is_kind, 0.0).sum()
             nearest = result.where(is_kind, -torch.inf).amax(1)
             best[of_kind, some] = torch.maximum(best[of_kind, some], nearest)
-        distance += torch.cdist(anchors[some], rows).square_().where(kind == _POSITIVE, 0.0).sum()
+        for x, dim in ((anchors[some], 1), (rows, 0)):
+            squares += ((kind == _POSITIVE).sum(dim) * x.square().sum(1)).sum()
     has_positive = best[_POSITIVE] > -torch.inf
     return {
         "counts": counts[: 2 * bins],
         "sums": sums,
-        "distance": distance,
+        "squares": squares,
         "hits": ((best[_POSITIVE] > best[_NEGATIVE]) & has_positive).sum().double(),
         "with_positive": has_positive.sum().double(),
         "anchors": sums.new_tensor(len(anchors)),
@@ -203,15 +204,17 @@ def _local_sums(like: Tensor, samples: Samples, world: World) -> dict[str, Tenso
     if pairs := samples.pairs():
         parts = [pair_sums(x, y, labels, of, world, among_themselves=x is y) for x, y, labels, of in pairs]
         result = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-        result |= {name: result[name].sum(0) for name in ("counts", "sums", "distance")}
+        result |= {name: result[name].sum(0) for name in ("counts", "sums", "squares")}
     for name, views in samples.encoders.items():
         rows, shards = torch.cat(list(views)), samples.shards[name]
         result[f"{name} sum"], result[f"{name} moments"] = rows.sum(0), rows.mT @ rows
-        # Σ exp(−2 ‖x − y‖²) over the pairs of an embedding x of this rank with another one y of the view
-        blocks = ((x[some], *others) for x in views for some, _, *others in _blocks(len(x), x, shards, world))
-        distances = ((torch.cdist(x, y).square_(), itself) for x, y, itself in blocks)
-        potentials = [x.mul_(-2).exp_().masked_fill_(itself, 0.0).sum() for x, itself in distances]
-        result[f"{name} potential"] = sum(potentials, rows.new_zeros(()))
+        potential = rows.new_zeros(())  # Σ exp(−2 ‖x − y‖²) over pairs of this rank's with all others of their view
+        for x in views:
+            squares = x.square().sum(1)  # 1, or 0 of an embedding of zeros
+            for some, _, y, itself in _blocks(len(x), x, shards, world):
+                distances = (x[some] @ y.T).mul_(-2).add_(squares[some, None]).add_(y.square().sum(1))
+                potential += distances.mul_(-2).exp_().masked_fill_(itself, 0.0).sum()
+        result[f"{name} potential"] = potential
         result[f"{name} rows"] = rows.new_tensor(len(rows))
         result[f"{name} ordered pairs"] = rows.new_tensor(len(views) * shards.size * (shards.total - 1))
     return result
@@ -266,8 +269,9 @@ class Measurement:
             return {}
         result: dict[str, float] = {}
         counts = self.counts()
-        for kind, of_kind, total in zip(("positive", "negative"), counts, self.totals["sums"].tolist(), strict=True):
-            result[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())
+        means = (self.totals["sums"].cpu() / counts.sum(1)).tolist()
+        for kind, of_kind, mean in zip(("positive", "negative"), counts, means, strict=True):
+            result[f"{kind}_similarity"] = mean
             for q in _QUANTILES:
                 index = _quantile_bin(of_kind, q)
                 result[f"{kind}_similarity_q{100 * q:g}"] = math.nan if index is None else (index + 0.5) * 2 / BINS - 1
@@ -278,17 +282,17 @@ class Measurement:
             result["top1_forward"], result["top1_backward"] = top1.mean().item(), (beaten == 0).double().mean().item()
         result["anchors_without_positive"] = ((anchors - valid) / anchors)[0].item()
         bound = _quantile_bin(counts[0], 0.5)
-        above = math.nan if bound is None else counts[1][bound:].sum().item()
-        result["likely_false_negatives"] = _ratio(above, counts[1].sum().item())
-        result["alignment"] = _ratio(self.totals["distance"].item(), counts[0].sum().item())
+        above = math.nan if bound is None else counts[1][bound:].sum()
+        result["likely_false_negatives"] = (above / counts[1].sum()).item()
+        result["alignment"] = (self.totals["squares"].cpu() / counts[0].sum()).item() - 2 * means[0]
         return result
 
     def _of_encoders(self) -> dict[str, float]:
         result: dict[str, float] = {}
         for encoder in self.encoders:
             prefix = f"{encoder}/" if len(self.encoders) > 1 else ""
-            mean = _ratio(self.totals[f"{encoder} potential"].item(), self.totals[f"{encoder} ordered pairs"].item())
-            result[f"{prefix}uniformity"] = math.log(mean) if mean > 0 else math.nan
+            mean = self.totals[f"{encoder} potential"] / self.totals[f"{encoder} ordered pairs"]
+            result[f"{prefix}uniformity"] = mean.log().item()
             result[f"{prefix}effective_rank"] = effective_rank(self.spectrum(encoder))
             variance = self.variance(encoder)
             for name, x in (("min", variance.min()), ("mean", variance.mean()), ("max", variance.max())):
@@ -315,7 +319,3 @@ def _quantile_bin(counts: Tensor, q: float) -> int | None:
     total = counts.sum().item()
     wanted = max(1, math.ceil(q * total - 1e-9))  # 0.05 · 20 is a little more than 1 in binary
     return int(torch.searchsorted(counts.cumsum(0), wanted).item()) if total else None
-
-
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else math.nan
