@@ -222,10 +222,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.CrossBatchMemory(cz.NTXent(), 8, 3), "NTXent cannot compare a batch with a memory"),
     (lambda: cz.CrossBatchMemory(cz.SupCon(), 8, 3, miner=print), "takes no miner"),
     (lambda: cz.CrossBatchMemory(cz.MaxSim(), 8, 3), "MaxSim cannot compare … InfoNCE"),
-    (
-        lambda: cz.CrossBatchMemory(cz.MNRL(in_batch_negatives=False), 8, 3),
-        "MNRL cannot … InfoNCE(in_batch_negatives=False)",
-    ),
+    (lambda: cz.CrossBatchMemory(cz.MNRL(in_batch_negatives=False), 8, 3), "MNRL cannot … in_batch_negatives=False"),
     (lambda: cz.MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
     *((lambda x=x: cz.World.of(x), "process_group: a process group, a 1-d") for x in (1, "dp", object)),
     *((lambda x=x: cz.DistributedLoss(x, ring=True), f"{RING} … cannot be computed so: ") for x in OF_ALL),
