@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
@@ -79,6 +82,18 @@ class Drawing(cz.RowLoss):
         if last(True, self.of_all):
             torch.rand(())
         return (similarity * negative).sum(1), negative.any(1)
+
+
+class Prototypes(nn.Module):
+    """A third-party loss that computes with a DTensor, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(2, 3))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        weight = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
+        return nn.functional.cross_entropy(embeddings @ weight.T, labels)
 
 
 class DrawnSetting(nn.Module):
@@ -158,6 +173,22 @@ def recomputed_in_one_step() -> None:
 def of_tokens(spoil: Callable[[Tensor], list[Any]]) -> None:
     tokens = torch.eye(3)[:, None].repeat(1, 2, 1)
     cz.DistributedLoss(cz.MaxSim(), check_distinct=False)(*last(spoil(tokens), [tokens] * 2))
+
+
+def parted(dim: int, x: Tensor | None = None) -> Tensor:
+    return DTensor.from_local(z() if x is None else x, init_device_mesh("cpu", (2,)), [Shard(dim)])
+
+
+def outside_of_what_was_sharded(loss: nn.Module) -> None:
+    loss_fn = cz.DistributedLoss(loss)
+    fully_shard(nn.Sequential(loss_fn))
+    loss_fn(z(), y())
+
+
+def in_the_forward_pass() -> None:
+    keys = cz.MomentumEncoder(encoder := nn.Linear(2, 2))
+    fully_shard(nn.Sequential(keys, encoder))(z(4, 2))
+    keys.update(encoder)
 
 
 def with_another_pointer() -> None:
@@ -270,6 +301,15 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "SupCon: with ring=True": lambda: split(cz.SupCon(), z(), mask=torch.ones(4, 8), ring=True),
     "MNRL: with ring=True": lambda: split(cz.MNRL(), z(), z(4), document_ids=y(), ring=True),
     "ring: rank 0 has False, rank 1 has True": lambda: split(cz.SigLIP(), z(), z(), ring=last(True, False)),
+    # DTensors
+    "got a DTensor … Pass embeddings.to_local() if": lambda: wrapped(cz.SupCon(), parted(0), y()),
+    "third_party: … plain tensor, got … Pass labels.to_local() if … otherwise labels.full_tensor()": lambda: wrapped(
+        third_party, z(), parted(0, y()), options={"check_distinct": False}
+    ),
+    "lenient: … Pass embeddings.full_tensor()": lambda: wrapped(lenient, parted(1)),
+    "ArcFace: weights is a DTensor … Call the loss in": lambda: outside_of_what_was_sharded(cz.ArcFace(2, 3)),
+    "Prototypes: weight is a DTensor": lambda: outside_of_what_was_sharded(Prototypes()),
+    "MomentumEncoder: FSDP has gathered … Call update after optimizer.step()": in_the_forward_pass,
     # memories
     "CrossBatchMemory: … holds rows of width 3": lambda: remembering(cz.SupCon(), z(4, 3 + rank()), y()),
     "CrossBatchMemory: … NaN or infinite": lambda: remembering(cz.InfoNCE(), z(), spoilt()),
@@ -330,6 +370,17 @@ def test_every_rank_says_the_same_and_goes_on(words: str, worlds: Worlds) -> Non
 def test_a_mistake_of_all_ranks_names_the_first_and_one_of_some_not_the_others(worlds: Worlds) -> None:
     assert "rank 2: " not in refused(worlds, 3, lambda: wrapped(cz.SupCon(), z(), y(5)), "got 5 for 4 rows")
     assert "rank 0" not in refused(worlds, 3, lambda: wrapped(cz.SupCon(), z(), y(4 + rank())), "rank 1: … rank 2: ")
+
+
+def test_a_third_party_loss_may_compute_with_a_dtensor(worlds: Worlds) -> None:
+    def job() -> bool:
+        whole, split = Prototypes(), Prototypes()
+        split.weight = nn.Parameter(parted(0, torch.eye(2, 3)[[rank()]]))
+        expected, found = (cz.DistributedLoss(loss)(z(), y()) for loss in (whole, split))
+        (expected + found).backward()
+        return bool(expected == found) and torch.equal(whole.weight.grad, split.weight.grad.full_tensor())
+
+    assert worlds.run(2, job) == [True, True]
 
 
 def test_check_finite_can_be_turned_off(worlds: Worlds) -> None:

@@ -301,6 +301,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: read((1, 5 + dist.get_rank()), tokens=5),
     "Use stage 1 or 2": lambda: chunked(later(Answering(), weight=OF_ZERO_3), torch.ones(4, IN)),
     "Call fully_shard on the encoder": around_fsdp,
+    "Leave static_graph out": lambda: trained(torch.clone, lambda x: DistributedDataParallel(x, static_graph=True)),
     "Answering owns the backward pass": lambda: chunked(later(Answering(), backward=sum, step=sum), torch.ones(4, IN)),
 }
 

@@ -251,7 +251,7 @@ def test_the_momentum_encoder_copies_without_ddp_and_moves_as_sharded_as_the_enc
         nn.init.ones_(fully_shard(encoder).weight)
         refusals = [error_message(partial(run, encoder)) for run in (keys.update, cz.MomentumEncoder)]
         fully_shard(keys.encoder)
-        keys(torch.ones(1, 2))
+        keys(torch.ones(1, 2)), encoder(torch.ones(1, 2))
         keys.update(encoder)
         close(keys.encoder.weight.full_tensor().detach(), (before + 1) / 2, 1e-7)
         return refusals

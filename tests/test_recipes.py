@@ -36,8 +36,10 @@ TOLERANCES = {
 }
 PROGRAM = """
 import sys, torch
+from torch.distributed._composable.contract import generate_state_key as draw
 from contrastive_zoo.testing.auditing.launch import run_script
 torch.set_default_dtype(torch.{})
+draw.__globals__["STATE_KEY"] = draw()  # forked processes share one, those of torchrun do not
 sys.argv.pop(0)
 run_script(sys.argv[0], is_module=False)
 """
@@ -92,8 +94,10 @@ RIGHT = [
     *((name, {}) for name in RECIPES),
     ("amp", IN_FLOAT64),
     ("fabric", {"loss_fn.to(fabric.device)": "fabric.setup_module(loss_fn)"}),
-    ("fsdp", {"optimizer = ": "fully_shard(loss_fn)\noptimizer = "}),
+    *(("fsdp", {"optimizer = ": f"fully_shard({x})\noptimizer = "}) for x in ("loss_fn", "loss_fn.loss.temperature")),
     ("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED, **OF_A_SUM}),
+    ("fsdp", {"fully_shard(model)": "", "optimizer = ": SUMMED.replace("loss_fn", "loss_fn.loss"), **OF_A_SUM}),
+    ("ddp", {"\noptimizer": "\nfrom torch.distributed._composable import replicate as r\nr(loss_fn.loss)\noptimizer"}),
     *(("deepspeed_engine", {'"stage": 2': f'"stage": {stage}'}) for stage in (0, 1, 3)),
 ]
 """Recipes, and other ways to write them, as edits of their text."""

@@ -69,7 +69,8 @@ class LossModules:
         for path, module in self.by_path.items():
             kind: Any = type(module)
             held, prefix = vars(module), f"{path}." if path else ""
-            names = held.keys() - _OF_MODULES - _OF_RANKS
+            # torch's fully_shard and replicate keep theirs under two underscores, with a name that each process draws
+            names = {x for x in held.keys() - _OF_MODULES - _OF_RANKS if not x.startswith("__")}
             if not _extends_this_library(kind):
                 names &= {*(_constructed_with(kind) if self.third_party else ()), "training"}
             result |= {prefix + name: x for name, x in held.items() if name in names}

@@ -14,7 +14,7 @@ from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
 from contrastive_zoo.loss_base.state import Stateful, move_towards
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.devices import values_problem
+from contrastive_zoo.ranks.devices import is_dtensor, is_fsdp, is_in_fsdp, values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.transport import gather_rows
@@ -244,7 +244,7 @@ class MomentumEncoder(Stateful):
 
     Raises:
         ValueError: a momentum outside [0, 1], unknown ``buffers``, an encoder that FSDP has sharded; at an update, an
-            encoder with other parameters or buffers, or one that is not sharded as the copy is.
+            encoder with other parameters or buffers, one not sharded as the copy is, or in a forward pass of FSDP.
 
     Examples:
         >>> encoder = nn.Linear(1, 1, bias=False)
@@ -264,7 +264,7 @@ class MomentumEncoder(Stateful):
         if problem := _momentum_problem(momentum) or word_problem("buffers", buffers, Buffers):
             raise ValueError(f"MomentumEncoder: {problem}")
         bare = without_ddp(encoder)
-        if _sharded_modules(bare):
+        if any(map(is_fsdp, bare.modules())):
             raise ValueError(
                 "MomentumEncoder: the encoder is sharded, and FSDP does not let it be copied. First make "
                 "keys = MomentumEncoder(encoder), then call fully_shard(encoder) and fully_shard(keys.encoder)."
@@ -288,9 +288,12 @@ class MomentumEncoder(Stateful):
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"MomentumEncoder: update takes the encoder that was copied, got {described(encoder)}.")
         new, old = self._tensors(without_ddp(encoder)), self._tensors(self.encoder)
-        layouts = [{name: (x.shape, getattr(x, "placements", ())) for name, x in of.items()} for of in (old, new)]
+        kind = "shape", "device_mesh", "placements"
+        layouts = [{name: [getattr(x, of, None) for of in kind] for name, x in of.items()} for of in (old, new)]
         problem = _momentum_problem(self.momentum)
-        if differ := [name for name in old.keys() | new.keys() if layouts[0].get(name) != layouts[1].get(name)]:
+        if any(map(_is_gathered, (*encoder.modules(), *self.encoder.modules()))):
+            problem = "FSDP has gathered parameters and will drop what moves now. Call update after optimizer.step()."
+        elif differ := [name for name in old.keys() | new.keys() if layouts[0].get(name) != layouts[1].get(name)]:
             problem = f"update takes the encoder that was copied, got one that differs in {min(differ)!r}."
             problem += " If you shard one of the two, shard both: fully_shard(encoder), fully_shard(keys.encoder)."
         if problem:
@@ -307,8 +310,9 @@ class MomentumEncoder(Stateful):
 
     def _tensors(self, encoder: nn.Module) -> dict[str, Tensor]:
         """Return what an update reads: the parameters by name, and the buffers if they are copied."""
-        for module in _sharded_modules(encoder):
-            module.reshard()  # FSDP keeps the parameters of the root whole from a forward pass to its backward pass
+        for module in filter(is_fsdp, encoder.modules()):
+            # FSDP keeps the parameters of the root whole from a forward pass to its backward pass
+            module.reshard()  # type: ignore[operator]  # a method of FSDPModule
         buffers = encoder.named_buffers() if self.buffers_from == "copy" else ()
         return {**dict(encoder.named_parameters()), **dict(buffers)}
 
@@ -316,8 +320,11 @@ class MomentumEncoder(Stateful):
         return f"momentum={self.momentum}, buffers={self.buffers_from!r}"
 
 
-def _sharded_modules(encoder: nn.Module) -> list[Any]:
-    return [x for x in encoder.modules() if any(kind.__name__ == "FSDPModule" for kind in type(x).__mro__)]
+def _is_gathered(module: nn.Module) -> bool:
+    """Return whether a forward pass of a module around this one, which ``fully_shard`` got, has gathered its parameters."""
+    parameters = [x for x in module._parameters.values() if x is not None and is_in_fsdp(module)]
+    is_split = any(is_dtensor(x) or hasattr(x, "_fsdp_flattened") for x in parameters)  # by fully_shard, by FSDP1
+    return bool(parameters) and not is_split
 
 
 def _momentum_problem(momentum: object) -> str | None:

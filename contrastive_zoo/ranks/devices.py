@@ -69,12 +69,44 @@ def state_problem(name: str, state: Tensor, rows: Tensor) -> str | None:
 
 
 def values_problem(module: nn.Module) -> str | None:
+    is_split = False
     for part in (module, *module._modules.values()):
         for name, x in (*part._parameters.items(), *part._buffers.items()) if part is not None else ():
             if x is not None and x.is_meta:
                 fix = "Call to_empty(device='cpu'), then load_state_dict(...)."
                 return f"{name} is on the meta device and has no value. {fix}"
-    return None
+            is_split = is_split or is_dtensor(x)
+    return split_problem(module) if is_split else None
+
+
+def is_dtensor(x: object) -> bool:
+    return hasattr(x, "device_mesh")  # torch.distributed.tensor is imported by nobody else
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Return whether ``fully_shard`` was called with this module: a class of torch, which is not imported here."""
+    return hasattr(type(module), "set_requires_gradient_sync")
+
+
+def is_in_fsdp(module: nn.Module) -> bool:
+    """Return whether ``fully_shard``, or FSDP1, was called with this module or one around it."""
+    return "_is_fsdp_managed_module" in vars(module)
+
+
+def split_problem(module: nn.Module) -> str | None:
+    """Return which parameter of a loss is a DTensor that its formula would meet, in words, or None.
+
+    A third-party loss may compute with DTensors, but not with those that FSDP gathers in another module's forward pass.
+    """
+    if is_fsdp(module):  # its own forward pass gathers
+        return None
+    of_others = not type(module).__module__.startswith("contrastive_zoo.") and not is_in_fsdp(module)
+    if split := [] if of_others else [name for name, x in module._parameters.items() if is_dtensor(x)]:
+        return (
+            f"{split[0]} is a DTensor, and the loss computes with plain parameters. Call the loss in the forward pass of "
+            "the module that was sharded, or leave it out: fully_shard(module, ignored_params=set(loss_fn.parameters()))."
+        )
+    return next(filter(None, map(split_problem, module.children())), None)
 
 
 class ValueCheck(NamedTuple):

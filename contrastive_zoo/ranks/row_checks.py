@@ -65,6 +65,11 @@ def tensor_problem(name: str, x: object) -> str | None:
     """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is."""
     if not isinstance(x, Tensor):
         return not_tensor_problem(name, x)
+    if devices.is_dtensor(x):
+        # to_local() of a partial sum, or of a part of each row, is another number
+        has_rows = all(of.is_replicate() or of.is_shard(0) for of in x.placements)  # type: ignore[attr-defined]
+        to_local = f"{name}.to_local() if each rank of the loss holds its own rows, otherwise " if has_rows else ""
+        return f"{name} must be a plain tensor, got a DTensor, {described(x)}. Pass {to_local}{name}.full_tensor()."
     if x.dtype in _PLAIN_DTYPES and x.layout is torch.strided and not (x.is_meta or x.is_nested):  # the usual case
         return None
     if x.is_nested:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from contrastive_zoo.ranks.adjoints import broadcasted
 from contrastive_zoo.ranks.compiling import Function
-from contrastive_zoo.ranks.devices import DIFFERENTIABLE
+from contrastive_zoo.ranks.devices import DIFFERENTIABLE, is_fsdp
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import refuse
 from contrastive_zoo.ranks.world import Shards, World
@@ -126,7 +126,7 @@ class ChunkedEncoder:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 gathers parameters in each forward pass, and reduces gradients where they arrive."""
-        return any(hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
+        return any(map(is_fsdp, self.model.modules()))
 
     def encode_again(self, output_gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """Run the second pass; return the gradients of parameters that no hooks reduce during the last chunk."""

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.devices import is_fsdp
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.suggestions import suggests_names
@@ -42,7 +43,7 @@ class GradCache(nn.Module):
     Raises:
         ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank: tensors of different
             numbers of samples, inputs that need a gradient, a missing mask, a sample longer than ``chunk_tokens``, outputs
-            other than dense tensors [n, …], ZeRO 3. In the backward pass: an output without a gradient.
+            other than dense tensors [n, …], ZeRO 3, DDP's static_graph. In the backward pass: an output without a gradient.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
@@ -131,7 +132,12 @@ def _trainer_problem(model: nn.Module) -> str | None:
         return f"{type(model).__name__} owns the backward pass. Put GradCache inside, around the encoder alone."
     if any(hasattr(x, "ds_id") for x in model.parameters()):
         return "ZeRO stage 3 reduces the gradients of each chunk by itself. Use stage 1 or 2, or FSDP2."
-    sharded: list[Any] = [x for x in model.modules() if hasattr(x, "_get_fsdp_state")]
+    if isinstance(model, DistributedDataParallel) and model.static_graph:  # torch fails in its first no_sync()
+        return (
+            "DDP with static_graph=True takes no second chunk. Leave static_graph out, or put DDP around: "
+            "DistributedDataParallel(GradCache(encoder, chunk_size), static_graph=True)."
+        )
+    sharded: list[Any] = [x for x in model.modules() if is_fsdp(x)]
     # the first one is outermost; it is a root unless a module around GradCache is sharded, too
     if sharded and sharded[0]._get_fsdp_state()._is_root is False:
         return (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.losses.references import references_problem
+from contrastive_zoo.ranks.devices import split_problem
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.suggestions import needed
@@ -58,7 +59,10 @@ class LossCall:
 
     def refusal(self, world: World) -> str | None:
         """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
-        if self.bound.arguments.get("ref_emb") is not None and (problem := references_problem(without_ddp(self.loss))):
+        bare = without_ddp(self.loss)
+        if isinstance(bare, nn.Module) and (problem := split_problem(bare)) is not None:
+            return problem
+        if self.bound.arguments.get("ref_emb") is not None and (problem := references_problem(bare)):
             return f"it is wrong for other references than its batch: {problem}"
         indices = self.bound.arguments.get("indices_tuple")
         if indices is not None and self.miner is not None:
