@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import reduce_scatter_single
-from contrastive_zoo.ranks.devices import on_cpu
+from contrastive_zoo.ranks.devices import DIFFERENTIABLE, on_cpu
 from contrastive_zoo.ranks.world import Shards, World
 
 SumOrMean = Literal["sum", "mean"]
@@ -94,7 +94,9 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
         world.start("a reduce-scatter", begin, polled=total.is_cpu)()
     else:  # as many bytes; gloo's reduce-scatter is an all-reduce internally, of twice as many
         parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
-        total = sum(x.to(wide) for x in parts.view(world.size, shards.size, *rows.shape[1:]))
+        # torch cannot add up some short numbers; of embeddings' dtypes it makes no copy
+        parts = parts if parts.dtype in DIFFERENTIABLE else parts.to(wide)
+        total = parts.view(world.size, shards.size, *rows.shape[1:]).sum(0, dtype=wide)
     return (total if over == 1 else total / over).to(rows)
 
 
