@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.settings import Temperature
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import assert_says, drawn, error_message, numbers
@@ -256,6 +257,39 @@ def test_a_call_that_fails_moves_nothing(case: tuple[str, str], world_size: int,
     assert worlds.run(world_size, moved, failure, name, split=split) == [[]] * world_size
     if name in ("dino", "nnclr", "memory of SupCon", "memory of References"):
         assert any(worlds.run(2, moved, failure, name, split=True, mutant=True))
+
+
+class Remembering(cz.RowLoss):
+    """It counts calls in an attribute, and binds its buffer to a new tensor in each."""
+
+    temperature: Temperature = 0.5
+
+    def __post_init__(self) -> None:
+        self.calls, self.mean = 0, nn.Buffer(torch.zeros((), dtype=torch.float64))
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.mean = (self.mean + similarity.detach().mean()) / 2
+        logits = self.calls * similarity / self.temperature - self.mean  # type: ignore[operator]  # a number or a tensor
+        return logits.logsumexp(1) - logits.where(positive, 0).sum(1), positive.any(1)
+
+
+@pytest.mark.parametrize("temperature", [0.5, cz.LearnableTemperature(0.5)], ids=["constant", "learnt"])
+def test_what_a_row_loss_remembers_stays(temperature: Any, worlds: Worlds) -> None:
+    def job() -> list[float]:
+        loss = Remembering(temperature=temperature).double()
+        loss_fn, shards = cz.DistributedLoss(loss), [6] if dist.get_world_size() == 1 else [4, 2]
+        with splitting(always=True):
+            values = [
+                loss_fn(*(x.split(shards)[dist.get_rank()] for x in (numbers(6, 3, seed=step), torch.arange(6) % 2)))
+                for step in range(3)
+            ]
+        return [*map(float, values), loss.calls, float(loss.mean)]
+
+    (expected,) = worlds.run(1, job)
+    assert expected[3] == 3
+    for found in worlds.run(2, job):
+        assert found == pytest.approx(expected, abs=1e-10)
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -1,6 +1,7 @@
 """Write your own loss in five lines: the losses of anchors from their similarities to all candidates."""
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -112,25 +113,23 @@ class RowLoss(AnchorLoss):
         return self.rows(similarity, block.positive, block.negative)
 
     def block_loss(self, batch: Batch) -> BlockLoss:
-        """Return this loss of a block, with the settings of this step: a copy if these are others than its attributes."""
+        """Return this loss of a block, in which attributes are the settings of this step."""
         attributes, now = vars(self), vars(batch.settings)
         # names with a dot: those of no argument
         values: dict[str, Any] = {f"settings.{name}": x for name, x in now.items() if isinstance(x, Tensor)}
-        others = ((name, x) for name, x in self.named_parameters() if name.partition(".")[0] not in now)
-        parameters: dict[str, Any] = {f"module.{name}": x for name, x in others if x.requires_grad}
-        loss = self
-        if values or any(name not in attributes or x is not attributes[name] for name, x in now.items()):
-            loss = copy.copy(self)
-            vars(loss).update(now)  # an attribute hides the parameter or the module whose value it is
+        own = ((name, x) for name, x in self.named_parameters() if name.partition(".")[0] not in now)
+        parameters: dict[str, Any] = {f"module.{name}": x for name, x in own if x.requires_grad}
+        others = {name: x for name, x in now.items() if name not in attributes or x is not attributes[name]}
 
         def on_block(block: AnchorBlock, **learnable: Tensor) -> tuple[Tensor, Tensor]:
-            vars(loss).update({name.removeprefix("settings."): learnable[name] for name in values})
-            if not parameters:
-                return loss.on_block(block)
-            replaced = {name: learnable[name] for name in parameters}
-            return torch.func.functional_call(_OnBlock(loss), replaced, (block,))
+            learnt = {name.removeprefix("settings."): learnable[name] for name in values}
+            with _attributes(self, others | learnt):
+                if not parameters:
+                    return self.on_block(block)
+                replaced = {name: learnable[name] for name in parameters}
+                return torch.func.functional_call(_OnBlock(self), replaced, (block,))
 
-        of_block: dict[str, Any] = {"terms": self.terms, "matrices": self.matrices, "module": loss}
+        of_block: dict[str, Any] = {"terms": self.terms, "matrices": self.matrices, "module": self}
         return BlockLoss(on_block, **of_block, **values, **parameters)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
@@ -156,6 +155,20 @@ _UNLABELLED = (
     "For an anchor, a positive and a negative call MNRL()(anchor, positive, negative), or torch.nn.TripletMarginLoss in "
     "DistributedLoss; for views pass one tensor [n, views, d]: loss(torch.stack([view1, view2, view3], dim=1))."
 )
+
+
+@contextmanager
+def _attributes(loss: RowLoss, values: dict[str, Any]) -> Iterator[None]:
+    """Context manager: these are the loss's attributes; each hides the parameter or the module whose value it is."""
+    attributes = vars(loss)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            attributes.pop(name, None)
+        attributes.update(before)
 
 
 class _OnBlock(nn.Module):

@@ -62,14 +62,17 @@ class StateWatch:
     def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
         self.found_on_any_rank = False  # whether ranks have told each other of a change
         self.device, self.states = device, random_states(device)
-        self.buffers = [(x, x.clone()) for x in loss.buffers()]
+        places = [(of._buffers, name) for of in loss.modules() for name in of._buffers]
+        self.buffers = [(held, name, x, x.clone()) for held, name in places if (x := held[name]) is not None]
         plain = (int, float, bool, str)
         self.attributes = [(vars(x), {k: y for k, y in vars(x).items() if type(y) in plain}) for x in loss.modules()]
 
     def has_changed(self) -> bool:
         """Return whether a generator, a buffer or a plain attribute has changed since construction."""
         states = zip(random_states(self.device), self.states, strict=True)
-        if any(not torch.equal(present, before) for present, before in [*states, *self.buffers]):
+        if any(not torch.equal(present, before) for present, before in states):
+            return True
+        if any(held.get(name) is not x or not torch.equal(x, before) for held, name, x, before in self.buffers):
             return True
         return any(held.get(name) != x for held, before in self.attributes for name, x in before.items())
 
@@ -78,8 +81,8 @@ class StateWatch:
         restore_random(self.states, self.device)
         for held, plain in self.attributes:
             held.update(plain)
-        for buffer, before in self.buffers:
-            buffer.copy_(before)
+        for of, name, buffer, before in self.buffers:
+            of[name] = buffer.copy_(before)
 
 
 def random_states(device: torch.device | None = None) -> list[torch.Tensor]:
