@@ -117,8 +117,8 @@ class RowLoss(AnchorLoss):
         attributes, now = vars(self), vars(batch.settings)
         # names with a dot: those of no argument
         values: dict[str, Any] = {f"settings.{name}": x for name, x in now.items() if isinstance(x, Tensor)}
-        own = ((name, x) for name, x in self.named_parameters() if name.partition(".")[0] not in now)
-        parameters: dict[str, Any] = {f"module.{name}": x for name, x in own if x.requires_grad}
+        named = ((name, x) for name, x in self.named_parameters() if name.partition(".")[0] not in now)
+        parameters: dict[str, Any] = {f"module.{name}": x for name, x in named if x.requires_grad}
         others = {name: x for name, x in now.items() if name not in attributes or x is not attributes[name]}
 
         def on_block(block: AnchorBlock, **learnable: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,10 +121,7 @@ class LossEvidence(Evidence):
             return self._remembers
         if mistake == {"labels": "views split wrongly", "views": "labels not gathered"}[self.case.call]:
             return False
-        if all(any(self._computes(x, y) for y in SELECTIONS.get(mistake, ())) for x in self._probed):
-            return True
-        is_of_labels = mistake == "labels not gathered"
-        return is_of_labels and self.changes("other samples") is True and self.changes("other labels") is False
+        return all(any(self._computes(x, y) for y in SELECTIONS.get(mistake, ())) for x in self._probed)
 
     def _computes(self, comparison: Comparison, select: Selection) -> bool:
         """Return whether each rank returns the loss of the samples that it selects, or all the mean over ranks of these."""
