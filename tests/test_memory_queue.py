@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
@@ -249,13 +249,17 @@ def test_the_momentum_encoder_copies_without_ddp_and_moves_as_sharded_as_the_enc
         assert [*keys.state_dict()] == ["encoder.weight", "encoder.bias"]
         encoder = encoder.module
         nn.init.ones_(fully_shard(encoder).weight)
-        refusals = [error_message(partial(run, encoder)) for run in (keys.update, cz.MomentumEncoder)]
+        flat = cz.MomentumEncoder(nn.Linear(2, 2))
+        flat.encoder = FullyShardedDataParallel(flat.encoder, device_id=torch.device("cpu"))
+        updates = keys.update, cz.MomentumEncoder, flat.update
+        refusals = [error_message(partial(run, encoder)) for run in updates]
         fully_shard(keys.encoder)
         keys(torch.ones(1, 2)), encoder(torch.ones(1, 2))
         keys.update(encoder)
         close(keys.encoder.weight.full_tensor().detach(), (before + 1) / 2, 1e-7)
         return refusals
 
-    for update, copied in worlds.run(2, job):
+    for update, copied, of_fsdp1 in worlds.run(2, job):
         assert_says(update, "MomentumEncoder: … differs in … fully_shard(keys.encoder)")
         assert_says(copied, "MomentumEncoder: … First make keys = MomentumEncoder(encoder)")
+        assert_says(of_fsdp1, "MomentumEncoder: FSDP1 drops what moves")

@@ -291,7 +291,10 @@ class MomentumEncoder(Stateful):
         kind = "shape", "device_mesh", "placements"
         layouts = [{name: [getattr(x, of, None) for of in kind] for name, x in of.items()} for of in (old, new)]
         problem = _momentum_problem(self.momentum)
-        if any(map(_is_gathered, (*encoder.modules(), *self.encoder.modules()))):
+        flat = [x for x in self.encoder.modules() if type(x).__name__ == "FullyShardedDataParallel"]  # of FSDP1
+        if any(x.sharding_strategy.name != "NO_SHARD" for x in flat):
+            problem = "FSDP1 drops what moves. Shard both encoders by fully_shard, or use ShardingStrategy.NO_SHARD."
+        elif any(map(_is_gathered, (*encoder.modules(), *self.encoder.modules()))):
             problem = "FSDP has gathered parameters and will drop what moves now. Call update after optimizer.step()."
         elif differ := [name for name in old.keys() | new.keys() if layouts[0].get(name) != layouts[1].get(name)]:
             problem = f"update takes the encoder that was copied, got one that differs in {min(differ)!r}."
