@@ -78,7 +78,7 @@ def operators(name: str, dtype: torch.dtype, form: str) -> list[str]:
     return found.names
 
 
-MOST = {"InfoNCE": (25, 29), "CLIP": (40, 44), "NTXent": (26, 30), "SigLIP": (39, 43)}
+MOST = {"InfoNCE": (25, 29), "CLIP": (43, 47), "NTXent": (26, 30), "SigLIP": (38, 42)}
 """Operators of a step of DistributedLoss, forward and backward, in float32 and in bfloat16."""
 
 

@@ -60,7 +60,7 @@ class LearnableTemperature(nn.Module):
 
 def bounded(x: Tensor, *, low: float = -math.inf, high: float) -> Tensor:
     """Return x within bounds; beyond them only gradients pass that move x back when an optimizer subtracts them."""
-    if x.is_cpu and x.ndim == 0 and low <= x.item() <= high:  # the usual case, in little time
+    if -low == high == math.inf or (x.is_cpu and x.ndim == 0 and low <= x.item() <= high):  # the usual case
         return x
     result: Tensor = _Bounded.apply(x, low, high)
     return result
@@ -69,13 +69,14 @@ def bounded(x: Tensor, *, low: float = -math.inf, high: float) -> Tensor:
 class _Bounded(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
-        ctx.save_for_backward(x < low, x > high)
+        ctx.save_for_backward(x > high, None if low == -math.inf else x < low)
         return x.clamp(low, high)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        is_below, is_above = ctx.saved_tensors
-        return g.where(~is_below, g.clamp(max=0)).where(~is_above, g.clamp(min=0)), None, None
+        is_above, is_below = ctx.saved_tensors
+        back = torch.where(is_above, g.clamp(min=0), g)
+        return back if is_below is None else torch.where(is_below, g.clamp(max=0), back), None, None
 
 
 class LogitScale(Loss):
