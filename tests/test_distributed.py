@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +20,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.loss_call import signature
 from tests.digits import add_up
 from tests.helpers import close, drawn, error_message, local_shard, numbers, rank, refused
 from tests.zoo import BatchHard
@@ -134,6 +135,13 @@ def test_an_argument_that_is_given_twice_stays_one(worlds: Worlds) -> None:
         assert (gradient == 2).all()
 
 
+MINED: list[Callable[..., Tensor]] = [
+    lambda z, labels, indices_tuple: third_party(z, labels, indices_tuple),
+    lambda z, labels, **named: third_party(z, labels, **named),
+    lambda *rows, **named: third_party(*rows, **named),
+]
+
+
 def last_of_all(embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None) -> tuple[Tensor, ...]:
     longest = embeddings.norm(dim=1).argsort(descending=True)[: len(embeddings) // 3]
     return longest, longest if ref_emb is None else len(ref_emb) + longest, longest[torch.randperm(len(longest))]
@@ -149,23 +157,27 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
         indices = DistributedMiner(last_of_all)(rows, labels)
         references = DistributedMiner(last_of_all)(rows, labels, rows, labels)
         outside = cz.DistributedLoss(third_party)(rows, labels, indices)
-        insisting = lambda z, labels, indices_tuple: third_party(z, labels, indices_tuple)  # noqa: E731 - no default
-        inside = cz.DistributedLoss(insisting, miner=last_of_all)(rows, labels)
+        inside = torch.stack([cz.DistributedLoss(loss, miner=last_of_all)(rows, labels) for loss in MINED])
         assert not any(x.requires_grad for x in indices)
         return tuple(indices), tuple(references), outside, inside, torch.rand(1)
 
     torch.manual_seed(0)
     expected = [last_of_all(x, LABELS), last_of_all(x, LABELS, x, LABELS)]
     value = third_party(x, LABELS, expected[0])
-    last_of_all(x, LABELS)
+    for _ in MINED:
+        last_of_all(x, LABELS)
     found = worlds.run(len(shards), job)
     for by_rank in found:
         for indices, wanted in zip(by_rank[:2], expected, strict=True):
             assert [i.tolist() for i in indices] == [i.tolist() for i in wanted]
         close(by_rank[2], value)
-        close(by_rank[3], value)
+        close(by_rank[3], value.expand(len(MINED)))
     assert found[0][4] == torch.rand(1), "rank 0's stream has moved on as one process's would"
     assert found[1][4] != found[0][4]
+
+
+def test_a_compiled_loss_takes_what_the_loss_takes() -> None:
+    assert signature(torch.compile(nn.CosineEmbeddingLoss(), backend="eager")) == signature(nn.CosineEmbeddingLoss())
 
 
 def draws(*_: Any, **named: Any) -> list[float]:

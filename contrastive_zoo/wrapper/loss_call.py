@@ -39,15 +39,26 @@ class LossCall:
         """The name of ``*arguments``, if the loss takes any number of them."""
         return [x.name for x in self.bound.signature.parameters.values() if x.kind is x.VAR_POSITIONAL]
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name; those of ``*arguments`` by place, those of ``**arguments`` by their own names."""
+        result: dict[str, Any] = {}
+        for name, x in self.bound.arguments.items():
+            kind = self.bound.signature.parameters[name].kind
+            places = {f"{name}[{index}]": y for index, y in enumerate(x)} if name in self.variadic else {name: x}
+            result |= x if kind is inspect.Parameter.VAR_KEYWORD else places
+        return result
+
     def mine_and_compute(self, world: World) -> Any:
         """What the loss returns, given the miner's indices if there is a miner; both see one process."""
+        bound, mined = self.bound, dict[str, Any]()
         if self.miner is not None:
-            named = self.bound.arguments
-            references = [named[name] for name in ("ref_emb", "ref_labels") if named.get(name) is not None]
-            others = [x for name, x in named.items() if name not in ("indices_tuple", "ref_emb", "ref_labels")]
-            mine = partial(self.miner, *others[:2], *references)
-            named["indices_tuple"] = in_one_process(mine, loss_name(self.miner), world)
-        compute = partial(self.loss, *self.bound.args, **self.bound.kwargs)
+            bound.arguments.pop("indices_tuple", None)  # None, as trainers pass it
+            named = self.named
+            references = [x for name in ("ref_emb", "ref_labels") if (x := named.pop(name, None)) is not None]
+            mine = partial(self.miner, *[*named.values()][:2], *references)
+            mined["indices_tuple"] = in_one_process(mine, loss_name(self.miner), world)
+        compute = partial(self.loss, *bound.args, **bound.kwargs | mined)
         return in_one_process(compute, loss_name(without_ddp(self.loss)), world, self.loss)
 
     def problem(self, world: World) -> str | None:
@@ -59,12 +70,12 @@ class LossCall:
 
     def refusal(self, world: World) -> str | None:
         """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
-        bare = without_ddp(self.loss)
+        bare, named = without_ddp(self.loss), self.named
         if isinstance(bare, nn.Module) and (problem := split_problem(bare)) is not None:
             return problem
-        if self.bound.arguments.get("ref_emb") is not None and (problem := references_problem(bare)):
+        if named.get("ref_emb") is not None and (problem := references_problem(bare)):
             return f"it is wrong for other references than its batch: {problem}"
-        indices = self.bound.arguments.get("indices_tuple")
+        indices = named.get("indices_tuple")
         if indices is not None and self.miner is not None:
             return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
         if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
@@ -84,6 +95,7 @@ NOT_WHOLE = (
 
 def signature(loss: Any) -> inspect.Signature:
     """The signature of a loss; that of a function of any arguments where Python knows none, as for built-in functions."""
+    loss = getattr(loss, "_orig_mod", loss)  # the module that torch.compile wraps in one of any arguments
     try:
         result = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:
