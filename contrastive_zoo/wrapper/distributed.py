@@ -83,7 +83,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
     Args:
         loss: any module or function of tensors whose dimension 0 counts samples.
         miner: ``miner(embeddings, labels)``; its result becomes ``indices_tuple``.
-        prefer_native: replace a third-party loss by this library's, if it is the same function.
+        prefer_native: replace a third-party loss by this library's, if it has the same formula; optimize this module's
+            ``parameters()``, because class weights may be copied.
         process_group: a process group or 1-d DeviceMesh; None is the default group.
         grad_reduction: ``"mean"`` if the trainer averages gradients, as DDP and FSDP do; ``"sum"`` if it adds them.
         check_finite: refuse NaN and infinite embeddings; on an accelerator one call later.

@@ -224,8 +224,6 @@ def _by_hand(native: str) -> str:
 
 
 _NO_FORMULA = "this library has no such formula."
-
-
 _cosine, _unit_squared = of_unit_rows(similarity), of_unit_rows(squared_euclidean)
 _margin_and_scale = numbers("margin", "scale")
 _margins = numbers("pos_margin", "neg_margin")
@@ -247,8 +245,7 @@ LOSSES: dict[type[nn.Module], Native | str] = {
     losses.LargeMarginSoftmaxLoss: _by_hand("LargeMarginSoftmax"),
     losses.LiftedStructureLoss: Native(LiftedStructure, (_margins, euclidean)),
     losses.ManifoldLoss: _NO_FORMULA,
-    losses.MarginLoss: Native(
-        Margin, (numbers("margin"), thresholds_by_class, euclidean), DIVISOR),
+    losses.MarginLoss: Native(Margin, (numbers("margin"), thresholds_by_class, euclidean), DIVISOR),
     losses.MultiSimilarityLoss: Native(MultiSimilarity, (numbers("alpha", "beta", "base"), similarity)),
     losses.NCALoss: Native(NCA, (_softmax_scale, squared_euclidean)),
     losses.NPairsLoss: Native(NPairs, (similarity,)),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss_modules import has_user_code
 from contrastive_zoo.losses.compositions import WeightedSum
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
@@ -18,8 +19,8 @@ from contrastive_zoo.wrapper.pml.table import LOSSES, NoExactTranslation, epsilo
 def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
     """Return this library's loss with the same formula, settings and weights.
 
-    Weights are copied to the parameter ``weights``, [C, d] for C classes or [C, k, d] with k centres each; β of MarginLoss
-    is copied to ``beta``. Give these parameters to the optimizer.
+    Proxies [C, d] and a learnt β are the parameters of ``loss`` itself. Its ``W`` or ``fc`` [d, C k] is copied to the
+    parameter ``weights``, [C, d] or [C, k, d] with k centres of a class. Give the optimizer the result's parameters.
 
     Args:
         loss: a loss of pytorch-metric-learning.
@@ -37,7 +38,11 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
         ...
         ValueError: PNPLoss has no exact translation: this library has no such formula.
     """
+    whole = nn.ModuleList(x for x in (loss, miner) if isinstance(x, nn.Module))
+    named = [*whole.named_parameters(remove_duplicate=False)]
     try:
+        require(not any(map(has_user_code, whole.modules())), "it has hooks or a forward of its own.")
+        require(len(named) == len([*whole.parameters()]), "two parts of it have one parameter.")
         return _translate(loss, miner)
     except NoExactTranslation as reason:
         raise ValueError(f"{type(loss).__name__} has no exact translation: {reason}") from None
@@ -77,21 +82,29 @@ def _with_weights(native: type[Loss], settings: dict[str, Any], loss: Any) -> Lo
         with torch.random.fork_rng(devices=[]):  # the constructor's random weights are replaced
             result: Any = native(len(weights), weights.shape[-1], **settings)
         assert result.weights.shape == weights.shape
-        result.weights = nn.Parameter(weights.detach().clone(), requires_grad=weights.requires_grad)
+        result.weights = _kept(weights)
         return result
     result = native(**settings)
     if type(loss) is losses.MarginLoss:
-        result.beta.data = loss.beta.detach().clone().reshape(result.beta.shape)
+        result.beta = _kept(loss.beta)
     return result
+
+
+def _kept(x: Tensor) -> nn.Parameter:
+    """Return the parameter itself, so that its optimizer and its checkpoints go on, or a copy of another tensor."""
+    if isinstance(x, nn.Parameter):
+        return x
+    return nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format), requires_grad=x.requires_grad)
 
 
 def _class_weights(loss: Any) -> Tensor:
     """Return [C, d] or [C, k, d] from weights [d, C k], a class's centres side by side, or proxies [C, d]."""
+    weights = next(getattr(loss, name) for name in ("proxies", "fc", "W") if hasattr(loss, name))
+    require(isinstance(weights, nn.Parameter), "its weights are computed from other tensors.")
     if hasattr(loss, "proxies"):
-        return loss.proxies
-    rows = (loss.fc if hasattr(loss, "fc") else loss.W).T.contiguous()
+        return weights
     centers = getattr(loss, "centers_per_class", getattr(loss, "sub_centers", 1))
-    return rows if centers == 1 else rows.view(loss.num_classes, centers, -1)
+    return weights.T if centers == 1 else weights.T.view(loss.num_classes, centers, -1)
 
 
 def _self_supervised(loss: Any, miner: Any) -> Loss:
