@@ -50,7 +50,7 @@ class Answer(NamedTuple):
 
 context = multiprocessing.get_context("forkserver")
 
-_OF_RANKS = [os.path.join(os.path.dirname(__file__), name) for name in ("_rank.py", "threads.py")]
+_OF_RANKS = [os.path.join(os.path.dirname(__file__), name) for name in ("_rank.py", "threads.py", "pytest_plugin.py")]
 """Files in which jobs are called."""
 
 

@@ -91,11 +91,11 @@ def splits(
 ) -> tuple[int, ...]:
     """Draw shard sizes: even, uneven, and with empty ranks; ``min_samples`` to ``W · max_per_rank`` in total."""
     world_size = draw(st.sampled_from(sorted(world_sizes)))
-    if draw(st.booleans()):
-        sizes = [draw(st.integers(0, max_per_rank)) for _ in range(world_size)]
-    else:
-        sizes = [draw(st.integers(-(-min_samples // world_size), max_per_rank))] * world_size
-    sizes[-1] += max(0, min_samples - sum(sizes))
+    if not draw(st.booleans()):
+        return (draw(st.integers(-(-min_samples // world_size), max_per_rank)),) * world_size
+    sizes: list[int] = []
+    for later in reversed(range(world_size)):  # ranks, which can hold the rest of min_samples
+        sizes.append(draw(st.integers(max(0, min_samples - sum(sizes) - max_per_rank * later), max_per_rank)))
     return tuple(sizes)
 
 
@@ -112,10 +112,10 @@ def global_batches(
 
     Examples:
         >>> from hypothesis import given
-        >>> @given(global_batches((2,), max_per_rank=3))
-        ... def two_ranks_hold_two_to_six_samples(batch):
-        ...     assert len(batch.shards) == 2 and 2 <= batch.total <= 6
-        >>> two_ranks_hold_two_to_six_samples()
+        >>> @given(global_batches((2,), min_samples=5, max_per_rank=3))
+        ... def two_ranks_hold_two_or_three_samples(batch):
+        ...     assert len(batch.shards) == 2 and {*batch.shards} <= {2, 3} and batch.total >= 5
+        >>> two_ranks_hold_two_or_three_samples()
     """
     return st.builds(
         GlobalBatch,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
+import os
+import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -14,13 +16,15 @@ if TYPE_CHECKING:
     from contrastive_zoo.testing.worlds import Worlds
 
 MARKER = "world_sizes"
+ENVIRONMENT = pytest.StashKey[dict[str, str]]()
+OF_ONE_PROCESS = (pytest.MonkeyPatch, pytest.WarningsRecorder, pytest.CaptureFixture, pytest.LogCaptureFixture)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("contrastive_zoo")
     about = "timeout in seconds of one test in one world of processes; 60 by default"
     group.addoption("--world-timeout", type=float, default=60.0, metavar="SECONDS", help=about)
-    of_threads = "run ranks as threads of the test's process, up to 64, in which a debugger works"
+    of_threads = "run ranks as threads of the test's process, up to 64; for a debugger set --world-timeout=inf, too"
     group.addoption("--world-threads", action="store_true", help=of_threads)
 
 
@@ -38,24 +42,30 @@ def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
     from contrastive_zoo.testing.worlds import Worlds
 
     timeout, threads = map(pytestconfig.getoption, ("world_timeout", "world_threads"))
+    for kind in OF_ONE_PROCESS:
+        copyreg.pickle(kind, _refuse)
     with Worlds(timeout=timeout, threads=threads) as pool:
+        pool.environment = pytestconfig.stash[ENVIRONMENT]
         yield pool
+
+
+def _refuse(fixture: object) -> NoReturn:
+    raise TypeError(
+        f"{type(fixture).__name__} acts on pytest's process; on ranks use unittest.mock.patch or pytest.warns"
+    )
 
 
 @pytest.fixture(scope="session")
 def rank() -> OnRank:
     """Provide the rank to a marked test. In this process it is a placeholder; on a rank it is that rank's number."""
-    return OnRank(_rank)
+    return OnRank()
 
 
 class OnRank:
-    """An object that a rank unpickles as the result of a function."""
+    """An object that a rank unpickles as its number."""
 
-    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        self.made_by = make, arguments
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.made_by
+    def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
+        return _rank, ()
 
 
 def _rank() -> int:
@@ -81,7 +91,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Reject marked tests that would run in this process only, or not at all."""
+    """Keep the environment of the ranks. Reject marked tests that would run in this process only, or not at all."""
+    item.config.stash.setdefault(ENVIRONMENT, dict(os.environ))  # before the first fixture changes it
     problem = ""
     if _size(item) is None:
         problem = "marks test functions and methods of plain classes, not those of a unittest.TestCase."
@@ -113,40 +124,51 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
     from contrastive_zoo.testing.worlds import RankError
 
-    job: Any = OnRank(_unpickle_body, functools.partial(pyfuncitem.obj, **arguments))
+    job = _run_body, functools.partial(pyfuncitem.obj, **arguments), warnings.filters
+    error, ended = None, {}
     try:
-        pool.run(size, job, timeout=marker.kwargs.get("timeout"))
-        return True
-    except RankError as error:
-        failure = _outcome(error)
-    except TypeError as error:  # raised before anything ran
-        failure = _failure(
+        ended = dict(enumerate(pool.run(size, *job, timeout=marker.kwargs.get("timeout"))))
+    except RankError as raised:
+        error, ended = raised, raised.returned
+    except TypeError as raised:  # before anything ran
+        raise _failure(
             f"{pyfuncitem.name}: its arguments are evaluated in this process and sent to the ranks, but cannot be pickled: "
-            f"{error.__cause__}. Make them inside the test, or leave the marker out and call worlds.run."
-        )
-    raise failure
+            f"{raised.__cause__}. Make them inside the test, or leave the marker out and call worlds.run."
+        ) from None
+    if error or any(ended.values()):
+        raise _outcome(size, ended, error)
+    return True
 
 
-def _unpickle_body(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a test's body itself, so that tracebacks omit this file."""
-    # Skipped.__module__ is "builtins", where pickle does not find it.
-    copyreg.pickle(pytest.skip.Exception, lambda skipped: (_skipped, (str(skipped),)))
-    return call
+def _run_body(body: Callable[[], Any], filters: Any) -> tuple[str, str] | None:
+    """Run a test's body on a rank, with the test's warning filters; return its call of skip or xfail."""
+    if _rank() > 0:  # rank 0 shows the same warning
+        filters = [(action if action == "error" else "ignore", *rest) for action, *rest in filters]
+    with warnings.catch_warnings():
+        warnings.filters[:0] = filters  # type: ignore[index]  # a list
+        try:
+            body()
+        except (pytest.skip.Exception, pytest.xfail.Exception) as call:
+            return "skip" if isinstance(call, pytest.skip.Exception) else "xfail", str(call)
+    return None
 
 
-def _skipped(reason: str) -> Any:
-    return pytest.skip.Exception(reason)
-
-
-def _outcome(error: Any) -> BaseException:
+def _outcome(size: int, ended: dict[int, tuple[str, str] | None], error: Any) -> BaseException:
     """Return the outcome of the test in this process: a skip or an expected failure of all ranks, or else a failure."""
-    errors = list(error.errors.values())
-    if errors and all(isinstance(x, pytest.skip.Exception) for x in errors):
-        return pytest.skip.Exception(str(errors[0]), _use_item_location=True)
-    if errors and all(isinstance(x, pytest.xfail.Exception) for x in errors):
-        return errors[0]
-    return _failure(str(error))
+    calls = {rank: call for rank, call in ended.items() if call}
+    names = {name for name, _ in calls.values()}
+    if len(calls) == size and len(names) == 1:
+        outcome = getattr(pytest, names.pop()).Exception(calls[0][1])
+        outcome._use_item_location = True
+        return outcome
+    said = "; ".join(f"rank {rank} called pytest.{name}: {reason}" for rank, (name, reason) in sorted(calls.items()))
+    text = f"{error}\n{said}".rstrip() if error else f"W={size}: {said}. The other ranks returned."
+    raised = list(error.errors.values()) if error else []
+    is_same = len(raised) == size and len(set(map(type, raised))) == 1 and isinstance(raised[0], Exception)
+    return _failure(text, type(raised[0]) if is_same else None)
 
 
-def _failure(message: str) -> BaseException:
-    return pytest.fail.Exception(message, pytrace=False)
+def _failure(message: str, kind: type[Exception] | None = None) -> BaseException:
+    """Return a failure without a traceback. For isinstance, which xfail(raises=...) asks, it is of that kind as well."""
+    failed = type("Failed", (pytest.fail.Exception,), {"__module__": "builtins", "__class__": kind or BaseException})
+    return failed(message, pytrace=False)

@@ -177,11 +177,11 @@ class ThreadWorld:
         self.ranks: list[_Rank] = []
         self.running: _Rank | None = None  # the rank that did not end its turn in time
 
-    def launch(self, torch_threads: int) -> None:
+    def launch(self, pool: Any) -> None:
         """Start the threads; :meth:`collect` then returns when all have joined."""
         store, join = dist.HashStore(), dist.init_process_group  # type: ignore[attr-defined]  # torch's stub lacks it
         with _state_kept():
-            self.ranks = [_Rank(rank, self, torch_threads) for rank in range(self.world_size)]
+            self.ranks = [_Rank(rank, self, pool.torch_threads) for rank in range(self.world_size)]
         for x in self.ranks:
             x.begin(partial(join, BACKEND, store=store, rank=x.rank, world_size=self.world_size))
             x.start()

@@ -33,7 +33,7 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
 
     The first job of a size starts its world, in about 0.1 s; later jobs use it again. If a job leaves its ranks out of
     step, the world is killed and the next job gets a new one. No process outlives :meth:`close`, or the caller, however
-    it ends. A pool runs one job at a time: do not share it between threads.
+    it ends. A pool runs one job at a time: do not share it between threads. Ranks have the environment of its creation.
 
     Args:
         timeout: seconds for a job, unless :meth:`run` gets another; ``math.inf`` for no limit.
@@ -60,6 +60,7 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         self, *, timeout: float = 30.0, grace: float = 1.0, threads: bool = False, torch_threads: int = 1
     ) -> None:
         self.timeout, self.grace, self.threads, self.torch_threads = timeout, grace, threads, torch_threads
+        self.environment = dict(os.environ)
         self._new: Any = _World
         self._dump: Callable[[Any], Any] = dump_job
         if threads:  # torch may lack what they need
@@ -92,7 +93,7 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         try:
             for size in new:
                 self._live[size] = self._new(size)
-                self._live[size].launch(self.torch_threads)
+                self._live[size].launch(self)
             for size in new:
                 outcome = Outcome(size, START_TIMEOUT)
                 self._live[size].collect(outcome, self.grace)
@@ -121,14 +122,14 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         Args:
             world_size: W >= 1. A world of one, too, is another process with a process group.
             fn: the job of a rank; inside, ``torch.distributed`` is initialised.
-            each: one sequence of further positional arguments per rank.
+            each: one tuple or list of further positional arguments per rank.
             timeout: seconds; the pool's by default.
 
         Returns:
             The results in rank order.
 
         Raises:
-            ValueError: ``world_size`` is below 1, ``each`` is not of length W, or the pool is closed.
+            ValueError: ``world_size`` is below 1, ``each`` has not one tuple per rank, or the pool is closed.
             TypeError: the job cannot be pickled.
             RankError: a rank raised or died.
             WorldTimeout: the job was not done in time.
@@ -138,8 +139,9 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
             ...     worlds.run(2, lambda base, offset: base + offset, 10, each=[(1,), (2,)])
             [11, 12]
         """
-        if each is not None and len(each) != world_size:
-            raise ValueError(f"Worlds.run: each needs one sequence per rank, got {len(each)} for W={world_size}.")
+        if each is not None and [isinstance(x, (tuple, list)) for x in each] != [True] * world_size:
+            got = [type(x).__name__ for x in each]
+            raise ValueError(f"Worlds.run: each needs a tuple per rank: [(1,), (2,)]; got {got} for W={world_size}.")
         try:
             job = self._dump((fn, args, kwargs))
             local_args = [self._dump(tuple(of_rank)) for of_rank in each or [()]]
@@ -180,14 +182,13 @@ class _World:
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
 
-    def launch(self, threads: int) -> None:
+    def launch(self, pool: Worlds) -> None:
         """Start the processes; :meth:`collect` then returns when all have joined."""
-        environment = dict(os.environ)  # the fork server may be older
         with _rank.prepared_forkserver():
             for rank in range(self.world_size):
                 pipe, rank_end = _rank.context.Pipe()
                 with rank_end:
-                    args = (rank_end, rank, self.world_size, self.directory, threads, environment)
+                    args = (rank_end, rank, self.world_size, self.directory, pool.torch_threads, pool.environment)
                     process = _rank.context.Process(target=_rank.main, args=args, name=f"rank {rank}", daemon=True)
                     process.start()
                 self.processes.append(process)
@@ -252,14 +253,12 @@ class RankError(RuntimeError):
         errors: rank -> the exception raised there, root causes first. ChildProcessError for a rank that died,
             RuntimeError with the same text for an exception that cannot be pickled.
         stuck: rank -> where it waited, for the ranks that had not answered.
+        returned: rank -> its result, for the other ranks.
     """
 
-    def __init__(
-        self, message: str, errors: dict[int, BaseException] | None = None, stuck: dict[int, Where] | None = None
-    ) -> None:
+    def __init__(self, message: str, errors: Any = None, stuck: Any = None, returned: Any = None) -> None:
         super().__init__(message)
-        self.errors = errors or {}
-        self.stuck = stuck or {}
+        self.errors, self.stuck, self.returned = errors or {}, stuck or {}, returned or {}
 
 
 class WorldTimeout(RankError):
@@ -320,7 +319,8 @@ class Outcome:
         start = f"W={self.world_size}: "
         if not failures:
             why = explain_hang(self.world_size, self.stuck, "has returned")
-            raise WorldTimeout(f"{start}no answer within {self.timeout:g} s. {why}", {}, self.stuck)
+            raise WorldTimeout(f"{start}no answer within {self.timeout:g} s. {why}", {}, self.stuck, self.returned)
         summaries = [f"rank {rank} {failure.summary.partition(chr(10))[0]}" for rank, failure in failures.items()]
         tracebacks = [f"\n\nrank {rank}:\n{f.traceback.rstrip()}" for rank, f in failures.items() if f.traceback]
-        raise RankError(start + "; ".join([*summaries, *waits.values()]) + "".join(tracebacks), errors, self.stuck)
+        text = start + "; ".join([*summaries, *waits.values()]) + "".join(tracebacks)
+        raise RankError(text, errors, self.stuck, self.returned)

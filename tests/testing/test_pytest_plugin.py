@@ -25,8 +25,8 @@ from hypothesis import given, strategies as st
 
 
 PAGES = Path(__file__).parents[2] / "docs" / "pages"
-HOWTO = re.findall(r"^```python\n(.*?)^```", (PAGES / "test-your-own.md").read_text(encoding="utf-8"), re.M | re.S)
-TESTS = [block for block in HOWTO if "def test_" in block]
+HOWTO = (PAGES / "test-your-own.md").read_text(encoding="utf-8")
+TESTS = [block for block in re.findall(r"^```python\n(.*?)^```", HOWTO, re.M | re.S) if "def test_" in block]
 
 
 @pytest.fixture
@@ -47,18 +47,24 @@ def run(request: pytest.FixtureRequest):
 def test_a_marked_test_runs_on_every_rank(run) -> None:
     result = run(
         """
-        import pathlib
+        import os
+
+        @pytest.fixture(autouse=True)
+        def setting(monkeypatch):
+            monkeypatch.setenv("BY_A_FIXTURE", "1")
 
         @pytest.fixture
         def rows(world_size, rank):
             return {"x": torch.ones(world_size), "rank": rank}
 
         @pytest.mark.world_sizes(1, 2, 3)
-        def test_ranks(rank, world_size, tmp_path):
+        def test_ranks(rank, world_size, rows, tmp_path):
             (tmp_path / str(rank)).touch()
             dist.barrier()
             assert {x.name for x in tmp_path.iterdir()} == {str(r) for r in range(world_size)}
             assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+            assert (rank, world_size) == (rows["rank"], rows["x"].sum())
+            assert "BY_A_FIXTURE" not in os.environ
 
         @pytest.mark.world_sizes(1, 2)
         @pytest.mark.parametrize("d", [3, 4], ids=lambda d: f"d={d}")
@@ -66,11 +72,6 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
             x = torch.ones(d)
             dist.all_reduce(x)
             assert x.sum() == d * world_size
-
-        @pytest.mark.world_sizes(2)
-        def test_fixtures_are_sent(rows):
-            assert rows["rank"] == dist.get_rank()
-            assert rows["x"].sum() == 2
 
         class TestMethods:
             def setup_method(self):
@@ -85,7 +86,7 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
         """.replace("\n        ", "\n"),
         "-v",
     )
-    result.assert_outcomes(passed=10)
+    result.assert_outcomes(passed=9)
     result.stdout.fnmatch_lines([f"*test_ranks[[]W={size}]*" for size in (1, 2, 3)] + ["*test_product[[]W=2-d=4]*"])
 
 
@@ -126,7 +127,7 @@ def test_hang(rank):
 
 @pytest.mark.world_sizes(2, timeout=3)
 def test_marked(rank):
-    wait(rank)
+    wait(rank) or rank and pytest.skip("not here")
 
 @pytest.mark.world_sizes(2, timeout=60)
 def test_next():
@@ -137,6 +138,7 @@ def test_next():
     result.assert_outcomes(failed=2, passed=1)
     for seconds in (3.5, 3):
         result.stdout.fnmatch_lines(f"*no answer within {seconds} s. rank 0 waits in barrier*Rank 1 never entered *")
+    result.stdout.fnmatch_lines("rank 1 called pytest.skip: not here")
 
 
 def test_ranks_may_be_threads(run) -> None:
@@ -154,31 +156,27 @@ def test(rank):
 def test_skips_and_expected_failures(run) -> None:
     result = run(
         """
-from contrastive_zoo.testing.worlds import Worlds
-
-@pytest.fixture(scope="session")
-def worlds():
-    with Worlds(grace=60) as pool:  # the rank that fails may answer long after the one that skips
-        yield pool
+import warnings
 
 @pytest.mark.world_sizes(2)
 def test_all():
-    pytest.skip("nothing to see")
+    pytest.importorskip("no_such_module")
 
 @pytest.mark.world_sizes(2)
-def test_one(rank):
+@pytest.mark.parametrize("fails", [False, True])
+def test_one(rank, fails):
     if rank == 1:
-        pytest.importorskip("no_such_module")
-
-@pytest.mark.world_sizes(2)
-def test_a_failure_outdoes_a_skip(rank):
-    if rank == 1:
-        pytest.skip("not here")
-    assert False
+        pytest.skip("nothing to see")
+    assert not fails
 
 @pytest.mark.world_sizes(2)
 def test_expected():
     pytest.xfail("known")
+
+@pytest.mark.xfail(raises=UserWarning, strict=True)
+@pytest.mark.world_sizes(2)
+def test_error_of_all_ranks():
+    warnings.warn("with -W error")
 
 @pytest.mark.skip(reason="early")
 @pytest.mark.world_sizes(2)
@@ -186,8 +184,9 @@ def test_skipped():
     assert False
 """
     )
-    result.assert_outcomes(skipped=3, failed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["SKIPPED*nothing to see*", "SKIPPED*could not import 'no_such_module'*"])
+    result.assert_outcomes(skipped=2, failed=2, xfailed=2)
+    result.stdout.fnmatch_lines(["W=2: rank 1 called pytest.skip: nothing to see. The other ranks returned."])
+    result.stdout.fnmatch_lines(["rank 1 called pytest.skip: nothing to see", "SKIPPED*'no_such_module'*"])
 
 
 def test_misuse_is_named(run) -> None:
@@ -196,7 +195,7 @@ def test_misuse_is_named(run) -> None:
 import unittest
 
 @pytest.mark.world_sizes(2)
-def test_cannot_be_pickled(request):
+def test_would_leak(monkeypatch):
     pass
 
 @pytest.mark.world_sizes(2)
@@ -217,7 +216,7 @@ class TestOld(unittest.TestCase):
     result.assert_outcomes(failed=1, errors=3)
     result.stdout.fnmatch_lines_random(
         [
-            "test_cannot_be_pickled*: its arguments are evaluated in this process*cannot be pickled: *",
+            "test_would_leak*: its arguments are evaluated in this process*: MonkeyPatch acts on pytest's process; *",
             "*cannot run an async test on ranks*",
             "*would draw another example on each rank. Use the fixture worlds instead*",
             "*not those of a unittest.TestCase.",

@@ -148,8 +148,9 @@ def test_ranks_have_the_pools_threads_and_the_callers_environment(monkeypatch):
 def test_invalid_arguments_raise(worlds):
     with pytest.raises(ValueError, match="at least one rank, got W=0"):
         worlds.run(0, total)
-    with pytest.raises(ValueError, match="got 1 for W=2"):
-        worlds.run(2, total, each=[(1.0,)])
+    for each, got in (([(1.0,)], "'tuple'"), ([1.0, 2.0], "'float', 'float'")):
+        with pytest.raises(ValueError, match=f"got .{got}. for W=2"):
+            worlds.run(2, total, each=each)
     with pytest.raises(TypeError, match="must be made inside the function"):
         worlds.run(1, lambda: worlds.timeout)
 
