@@ -136,7 +136,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             f"{raised.__cause__}. Make them inside the test, or leave the marker out and call worlds.run."
         ) from None
     if error or any(ended.values()):
-        raise _outcome(size, ended, error)
+        raise _outcome(pyfuncitem, size, ended, error)
     return True
 
 
@@ -153,7 +153,7 @@ def _run_body(body: Callable[[], Any], filters: Any) -> tuple[str, str] | None:
     return None
 
 
-def _outcome(size: int, ended: dict[int, tuple[str, str] | None], error: Any) -> BaseException:
+def _outcome(item: pytest.Item, size: int, ended: dict[int, tuple[str, str] | None], error: Any) -> BaseException:
     """Return the outcome of the test in this process: a skip or an expected failure of all ranks, or else a failure."""
     calls = {rank: call for rank, call in ended.items() if call}
     names = {name for name, _ in calls.values()}
@@ -163,12 +163,13 @@ def _outcome(size: int, ended: dict[int, tuple[str, str] | None], error: Any) ->
         return outcome
     said = "; ".join(f"rank {rank} called pytest.{name}: {reason}" for rank, (name, reason) in sorted(calls.items()))
     text = f"{error}\n{said}".rstrip() if error else f"W={size}: {said}. The other ranks returned."
-    raised = list(error.errors.values()) if error else []
+    failure, raised = _failure(text), list(error.errors.values()) if error else []
     is_same = len(raised) == size and len(set(map(type, raised))) == 1 and isinstance(raised[0], Exception)
-    return _failure(text, type(raised[0]) if is_same else None)
+    if is_same and item.get_closest_marker("xfail"):  # its raises= is compared with the type
+        raised[0].__cause__ = failure
+        return raised[0]
+    return failure
 
 
-def _failure(message: str, kind: type[Exception] | None = None) -> BaseException:
-    """Return a failure without a traceback. For isinstance, which xfail(raises=...) asks, it is of that kind as well."""
-    failed = type("Failed", (pytest.fail.Exception,), {"__module__": "builtins", "__class__": kind or BaseException})
-    return failed(message, pytrace=False)
+def _failure(message: str) -> BaseException:
+    return pytest.fail.Exception(message, pytrace=False)

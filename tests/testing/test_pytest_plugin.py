@@ -74,8 +74,7 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
             assert x.sum() == d * world_size
 
         class TestMethods:
-            def setup_method(self):
-                self.x = 3
+            def setup_method(self): self.x = 3
 
             @pytest.mark.world_sizes(2)
             def test_method(self, rank):
@@ -97,6 +96,7 @@ def test_a_failure_shows_the_ranks_that_failed(run) -> None:
 def test_one(rank):
     assert rank == 0, "not rank 0"
 
+@pytest.mark.xfail(raises=KeyError)
 @pytest.mark.world_sizes(2)
 def test_both(rank):
     raise ValueError(f"by {rank}")
@@ -185,8 +185,8 @@ def test_skipped():
 """
     )
     result.assert_outcomes(skipped=2, failed=2, xfailed=2)
-    result.stdout.fnmatch_lines(["W=2: rank 1 called pytest.skip: nothing to see. The other ranks returned."])
-    result.stdout.fnmatch_lines(["rank 1 called pytest.skip: nothing to see", "SKIPPED*'no_such_module'*"])
+    called = "rank 1 called pytest.skip: nothing to see"
+    result.stdout.fnmatch_lines([f"W=2: {called}. The other ranks returned.", called, "SKIPPED*'no_such_module'*"])
 
 
 def test_misuse_is_named(run) -> None:
