@@ -50,9 +50,7 @@ def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
 
 
 def _refuse(fixture: object) -> NoReturn:
-    raise TypeError(
-        f"{type(fixture).__name__} acts on pytest's process; on ranks use unittest.mock.patch or pytest.warns"
-    )
+    raise TypeError(f"{type(fixture).__name__} acts on pytest's process; on ranks use unittest.mock or pytest.warns")
 
 
 @pytest.fixture(scope="session")
@@ -99,16 +97,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     elif inspect.iscoroutinefunction(getattr(item, "obj", None)):
         problem = "cannot run an async test on ranks; start the event loop inside the test."
     elif getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-        problem = (
-            "would draw another example on each rank. Use the fixture worlds instead: worlds.run inside of the test."
-        )
+        problem = "would draw another example on each rank. Use the fixture worlds instead, and worlds.run in the test."
     if problem and item.get_closest_marker(MARKER) is not None:
         raise _failure(f"{item.nodeid}: {MARKER} {problem}")
 
 
 def _size(item: pytest.Item) -> int | None:
-    callspec = getattr(item, "callspec", None)
-    return None if callspec is None else callspec.params.get("world_size")
+    return getattr(getattr(item, "callspec", None), "params", {}).get("world_size")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -315,12 +315,11 @@ class Outcome:
             return [self.returned[rank] for rank in range(self.world_size)]
         failures = dict(sorted(self.failures.items(), key=lambda item: (item[1].kind, item[0])))
         errors = {rank: failure.error for rank, failure in failures.items()}
-        waits = {rank: f"rank {rank} {where}" for rank, where in self.stuck.items()}
         start = f"W={self.world_size}: "
         if not failures:
             why = explain_hang(self.world_size, self.stuck, "has returned")
             raise WorldTimeout(f"{start}no answer within {self.timeout:g} s. {why}", {}, self.stuck, self.returned)
-        summaries = [f"rank {rank} {failure.summary.partition(chr(10))[0]}" for rank, failure in failures.items()]
+        ranks = [f"rank {rank} {failure.summary.partition(chr(10))[0]}" for rank, failure in failures.items()]
+        ranks += [f"rank {rank} {where}" for rank, where in self.stuck.items()]
         tracebacks = [f"\n\nrank {rank}:\n{f.traceback.rstrip()}" for rank, f in failures.items() if f.traceback]
-        text = start + "; ".join([*summaries, *waits.values()]) + "".join(tracebacks)
-        raise RankError(text, errors, self.stuck, self.returned)
+        raise RankError(start + "; ".join(ranks) + "".join(tracebacks), errors, self.stuck, self.returned)
