@@ -51,7 +51,7 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.sent: list[Message] = []
         self.same_draws, self.draws = same_draws, 0
-        self.precision = torch.float64  # the narrowest dtype to which floating numbers were converted
+        self.precision = torch.float64  # the narrowest dtype to which an operation rounded wider numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "_opname", ""), kwargs or {}
@@ -66,9 +66,20 @@ class Messages(TorchDispatchMode):
                 torch.default_generator.manual_seed(self.draws)
                 return func(*args, **{key: None if key == "generator" else x for key, x in kwargs.items()})
         result = func(*args, **kwargs)
-        if name == "_to_copy" and args[0].is_floating_point() and result.is_floating_point() and result.numel() > 1:
-            self.precision = max(self.precision, result.dtype, key=lambda x: torch.finfo(x).eps)
+        # zeros_like(x) and x.new_zeros read no numbers of x, as draws do not; a single number is a count or a setting
+        if not (is_draw or name.startswith("new_") or name.endswith("_like")):
+            finest = min([_eps(x.dtype) for x in _floats((args, kwargs)) if x.numel() > 1], default=1.0)
+            rounded = [x.dtype for x in _floats(result) if _eps(x.dtype) > finest]
+            self.precision = max([self.precision, *rounded], key=_eps)
         return result
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def replaced(home: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:
