@@ -65,7 +65,7 @@ def check_world_size_invariance(
         make_loss: returns the loss, a module or function of this rank's embeddings; runs on every rank.
         world_sizes: the world sizes W to test.
         call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``, or as many views as
-            the loss requires; ``"auto"`` infers it from the names of parameters.
+            the loss requires; ``"auto"`` calls with labels if a parameter is named labels, label, y, target or targets.
         grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients.
         max_examples: number of batches.
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
@@ -131,6 +131,7 @@ def check_world_size_invariance(
         broken, report = examination.broken, examination.report
         report.findings = [examination.shrunk(x) for x in invariants.INVARIANTS if x.name in broken]
         if report.findings:
+            report.notes += [case.called] * (call == "auto")
             failing = next((x.batch for x in report.findings if x.invariant is runs_on_every_split), None)
             import_module(COMPILER)
             evidence = LossEvidence(case, [*broken], pool, width=width or DEFAULT_WIDTH, failing=failing)
@@ -209,8 +210,7 @@ class Examination:
         if self.report.examples == 0:  # no batch has a reference
             raise ValueError(
                 f"{self.case.name}: raises, or is not finite, on one process, so there is no reference to compare with. "
-                f"It was called with {self.case.arguments}; pass "
-                f"call='labels' or 'views' if that is wrong. {self.reference_error}"
+                f"It {self.case.called}. {self.reference_error}"
             )
 
     def _test(self, batch: GlobalBatch) -> None:
@@ -218,13 +218,8 @@ class Examination:
         if (self.failures and unequal) or self.failures == MOST_FAILURES:
             return
         trial = Trial(self.case, batch, self.worlds)
-        try:
-            one = trial.on_one_process()
-        except RankError as error:  # one process raises: there is no reference to compare with
-            self.reference_error = str(error)
-            return
-        if batch.kind not in ADVERSARIAL and not one.is_finite:
-            self.reference_error = f"Its value or a gradient is not finite at {batch}."
+        if reason := trial.no_reference():
+            self.reference_error = reason
             return
         self.report.examples += 1
         for invariant in invariants.STEP_INVARIANTS:
@@ -241,7 +236,7 @@ class Examination:
         """Test the training invariants once for each W, if no invariant of a single step is broken."""
         for world_size in () if self.broken else self.world_sizes:
             trial = Trial(self.case, GlobalBatch((3,) * world_size, d=self.width or DEFAULT_WIDTH), self.worlds)
-            for invariant in invariants.TRAINING_INVARIANTS:
+            for invariant in () if trial.no_reference() else invariants.TRAINING_INVARIANTS:
                 if invariant.name not in self.broken and (finding := self._finding(invariant, trial)):
                     self.broken[finding.invariant.name] = finding
 
@@ -254,10 +249,12 @@ class Examination:
             nonlocal best
             if time.monotonic() > deadline or not _applies(invariant, batch):
                 return False
-            result = self._finding(invariant, Trial(self.case, batch, self.worlds))
-            if result is not None and _size(batch) < _size(best.batch):
-                best = result
-            return result is not None
+            trial = Trial(self.case, batch, self.worlds)
+            result = None if trial.no_reference() else self._finding(invariant, trial)
+            if result is None or result.invariant is not invariant:  # ranks that raise show nothing of a gradient
+                return False
+            best = min(best, result, key=lambda x: _size(x.batch))
+            return True
 
         kinds = ADVERSARIAL if invariant is finite_at_extremes else ORDINARY[:1]
         with suppress(NoSuchExample, HypothesisException):  # the time limit ended the search: return the best

@@ -1,5 +1,6 @@
 """The invariants of a global loss: functions that raise :class:`Broken` with the result and the value expected."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -70,15 +71,15 @@ def close(trial: Trial, actual: Tensor | float, expected: Tensor | float, what: 
     x, y = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
     if x.shape != y.shape:
         raise Broken(f"{what} of shape {list(x.shape)}; {source}: {list(y.shape)}")
-    error = (x - y).abs().max().item() if x.numel() else 0.0
-    if error <= trial.tolerance * max(1.0, y.abs().max().item() if y.numel() else 0.0):
+    largest = max([1.0, *y.nan_to_num().abs().flatten().tolist()])
+    if torch.allclose(x, y, rtol=0.0, atol=trial.tolerance * largest, equal_nan=True):
         return
     shown = [f"{each.item():.6g}" if x.numel() == 1 else f"of norm {each.norm().item():.6g}" for each in (x, y)]
-    compared, ratio = Ratio.between(x.flatten(), y.flatten()), ""
-    if x.any() and y.any():
-        ratio = f", ratio {compared.norms:.3g}, cosine {compared.cosine:.3g}"
-        ratio = f", ratio {compared.ratio:.3g}" if x.numel() == 1 else ratio
-    raise Broken(f"{what} {shown[0]}; {source}: {shown[1]} (difference {error:.2g}{ratio})")
+    compared, error = Ratio.between(x.flatten(), y.flatten()), (x - y).abs().max().item()
+    of_vector = f", ratio {compared.norms:.3g}, cosine {compared.cosine:.3g}"
+    ratio = f", ratio {compared.ratio:.3g}" if x.numel() == 1 else of_vector
+    measured = f" (difference {error:.2g}{ratio if x.any() and y.any() else ''})" if math.isfinite(error) else ""
+    raise Broken(f"{what} {shown[0]}; {source}: {shown[1]}{measured}")
 
 
 @invariant(catches="early return")
@@ -157,6 +158,7 @@ def gradients_accumulate(trial: Trial) -> None:
     When it fails, gradient accumulation, and models that call the loss twice, get wrong gradients.
     """
     plan = Plan(second_seed=trial.batch.seed + 1)
+    require(not trial.no_reference(plan), "one process raises, or is not finite, on the second batch")
     expected = trial.reduced("encoder", replace(plan, one_by_one=True))
     same(trial, trial.reduced("encoder", plan), expected, "the accumulated gradient", "one pass after the other")
 
@@ -254,7 +256,7 @@ def same_messages(trial: Trial) -> None:
 
 def _trained(trial: Trial, plan: Plan) -> list[list[Outcome]]:
     is_training = trial.world_size > 1 and len(trial.training) >= MIN_STEPS
-    require(is_training, "there is one rank only, or one process raises at most steps")
+    require(is_training, "there is one rank only, or one process raises, or is not finite, at most steps")
     try:
         return trial.train_on_ranks(plan)
     except RankError as error:

@@ -41,8 +41,9 @@ class Case:
         return self.name
 
     @property
-    def arguments(self) -> str:
-        return f"{self.views} views" if self.call == "views" else "embeddings and labels"
+    def called(self) -> str:
+        views, labels = f"{self.views} view(s); pass call='labels'", "embeddings and labels; pass call='views'"
+        return f"was called with {views if self.call == 'views' else labels} if that is wrong"
 
 
 COMPARED = "encoder", "parameters", "sharded", "state"  # the tensors of a measurement that one process must have, too
@@ -110,8 +111,7 @@ def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcom
     batches = [[x] if plan.second_seed is None else [x, replace(x, seed=plan.second_seed)] for x in steps]
     subject = Subject(case, steps[0].d, plan.rounding)
     if plan.first_seed is not None:
-        for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
-            seed(plan.first_seed + world.rank)
+        set_float64_and_seed(plan.first_seed + world.rank)
     for index, of_step in enumerate(batches):
         # every second step takes the general path, in which ranks split the work; the batch says which is first
         with splitting(always=(index + steps[0].seed) % 2 == 0):
@@ -136,12 +136,12 @@ def average(results: Sequence[Measurement]) -> Measurement:
     return replace(first, value=float(means["value"]), noise=noise, **groups)
 
 
-def set_float64_and_seed() -> None:
+def set_float64_and_seed(number: int = 0) -> None:
     torch.set_default_dtype(torch.float64)
-    if torch.accelerator.is_available():
-        torch.manual_seed(0)
-    else:  # torch.manual_seed records the caller's stack for a later CUDA start, which takes longer than a loss
-        torch.default_generator.manual_seed(0)
+    # torch.manual_seed records the caller's stack for a later CUDA start, which takes longer than a loss
+    of_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    for seed in (of_torch, np.random.seed, random.seed):
+        seed(number)
 
 
 class Subject:
@@ -327,6 +327,14 @@ class Trial:
         assert isinstance(result, Measurement), "one step raises its errors"
         return result
 
+    def no_reference(self, plan: Plan = UNCHANGED) -> str:
+        """Return why one process gives nothing to compare with: it raises, or is not finite; empty if it does."""
+        try:
+            is_finite = self.on_one_process(plan).is_finite
+        except RankError as error:
+            return str(error)
+        return "" if is_finite else f"Its value or a gradient is not finite at {self.batch}."
+
     def reduced(self, of: Literal["encoder", "parameters"], plan: Plan = UNCHANGED) -> Gradients:
         return self.reduce([getattr(result, of) for result in self.on_ranks(plan)])
 
@@ -339,7 +347,7 @@ class Trial:
     def training(self) -> tuple[GlobalBatch, ...]:
         steps = training_of(self.batch)
         outcomes = self._run(1, steps, Plan(whole=True))[0]
-        return tuple(x for x, outcome in zip(steps, outcomes, strict=True) if isinstance(outcome, Measurement))
+        return tuple(x for x, y in zip(steps, outcomes, strict=True) if isinstance(y, Measurement) and y.is_finite)
 
     def train_on_ranks(self, plan: Plan = UNCHANGED) -> list[list[Outcome]]:
         return self._run(self.world_size, self.training, plan)

@@ -28,7 +28,7 @@ from contrastive_zoo.testing.stacks import Where
 from contrastive_zoo.testing.worlds import Worlds, WorldTimeout
 from tests.helpers import EVERY_CASE
 from tests.testing.known_losses import RIGHT_LOSSES, WRONG_LOSSES, Known, sharded_anchors_in_float32
-from tools.gallery.recipe import GALLERY, DenseInfoNCE, Recipe, make
+from tools.gallery.recipe import GALLERY, DenseInfoNCE, Recipe, make, shard_sizes
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> N
 
 def report(loss: Known, worlds: Worlds) -> Report:
     return examine(
-        loss.make, world_sizes=(2, 3) if EVERY_CASE else (2,), call=loss.call, width=loss.width, worlds=worlds,
+        loss.make, world_sizes=(1, 2, 3) if EVERY_CASE else (1, 2), call=loss.call, width=loss.width, worlds=worlds,
         max_examples=30 if EVERY_CASE else 3, name=loss.name,
     )  # fmt: skip
 
@@ -126,18 +126,31 @@ def test_a_wrong_loss_that_draws_or_rounds_is_found(impatient: Worlds) -> None:
 
 
 @pytest.mark.audit
-def test_a_failure_has_a_small_counterexample_the_diagnosis_and_the_fix(impatient: Worlds, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("computes", "smallest"),
+    [
+        (lambda n: min(n) > 1 and sum(n) > 2, {"runs_on_every_split": (2, 3), "same_encoder_gradient": (2, 4)}),
+        (lambda n: min(n) > 1, {"runs_on_every_split": (2, 2), "same_encoder_gradient": (2, 4)}),
+    ],
+    ids=["that one process computes", "that breaks the same invariant"],
+)
+def test_a_failure_has_a_small_counterexample_the_diagnosis_and_the_fix(computes, smallest, impatient, monkeypatch):
+    def loss(view1, view2):
+        if not computes(shard_sizes(view1)):
+            raise ValueError("too few samples")
+        return make("own slice")(view1, view2)
+
     monkeypatch.setattr(check, "SHRINKING", math.inf)
     with pytest.raises(NotInvariant) as failure:
-        check_world_size_invariance(partial(make, "own slice"), world_sizes=(2, 3), worlds=impatient, max_examples=5)
+        check_world_size_invariance(lambda: loss, world_sizes=(2, 3), worlds=impatient, max_examples=5)
     text = str(failure.value)
-    assert "W=2, shards [" in text
+    assert "was called with 2 view(s); pass call='labels' if that is wrong" in text
     assert "ratio 0.5, cosine 1" in text
     assert "own slice" in text
     assert "Fix: gather with contrastive_zoo.collectives.all_gather" in text
-    batch = failure.value.report.findings[0].batch
-    assert batch.total <= 4
-    assert eval(repr(batch)) == batch
+    found = {x.invariant.name: x.batch for x in failure.value.report.findings}
+    assert {name: (len(x.shards), x.total) for name, x in found.items()} == smallest
+    assert all(eval(repr(batch)) == batch for batch in found.values())
 
 
 def test_a_first_call_that_takes_long_lets_later_ones_take_as_long(impatient: Worlds, monkeypatch) -> None:
@@ -172,25 +185,40 @@ def test_slow_ranks_get_more_time_and_those_that_hang_do_not(
     assert [next(job for size, job in jobs if size == of) for of in (1, 2, 3)] == ["_call_form"] * 3
 
 
-def test_values_are_compared_in_64_bits(worlds: Worlds) -> None:
+def test_values_are_compared_in_64_bits_and_undefined_ones_are_equal(worlds: Worlds) -> None:
     def slightly_off(z, labels):
         return cz.collectives.all_gather(z).square().sum() * (1 + 1e-9 * torch.distributed.get_rank())
 
+    def undefined(z, labels):
+        return z.sum() * (1.0 if torch.distributed.get_world_size() == 1 else math.nan)
+
+    off, trial = (Trial(Case(lambda x=x: x), GlobalBatch((2, 2)), worlds) for x in (slightly_off, undefined))
     with pytest.raises(Broken):
-        same_value_on_every_rank(Trial(Case(lambda: slightly_off), GlobalBatch((2, 2)), worlds))
+        same_value_on_every_rank(off)
+    assert same_value_on_every_rank(trial)
+    with pytest.raises(Broken, match=r"^rank 0 returns nan; one process: [^ ]+$"):
+        same_value(trial)
 
 
-def test_a_loss_that_fails_on_one_process_cannot_be_checked(worlds: Worlds) -> None:
-    def broken(embeddings, labels):
-        raise KeyError("no such class")
+X = torch.ones(2, 3, dtype=torch.float64)
+NARROW = {"dtype": torch.float32}
 
-    def undefined(embeddings, labels):
-        return (embeddings * float("nan")).sum()
 
-    for loss, reason in ((broken, "no such class"), (undefined, "not finite at W=2")):
-        with pytest.raises(ValueError, match="on one process, so there is no reference") as failure:
-            examine(lambda loss=loss: loss, call="labels", world_sizes=(2,), max_examples=3, worlds=worlds)
-        assert reason in str(failure.value)
+@pytest.mark.parametrize(
+    ("operation", "precision"),
+    [
+        (lambda: X.half(), torch.float16),
+        (lambda: torch.zeros(2, 3, **NARROW).copy_(X), torch.float32),
+        (lambda: X.sum(**NARROW), torch.float32),
+        (lambda: (X > 0).float() @ X.long().T.float(), torch.float64),
+        (lambda: torch.zeros_like(X, **NARROW) + X.new_ones(3, **NARROW), torch.float64),
+        (lambda: torch.empty(2, 3, **NARROW).bernoulli_(X) * X, torch.float64),
+    ],
+)
+def test_a_loss_rounds_where_a_wider_number_becomes_a_narrow_one(operation, precision: torch.dtype) -> None:
+    with messages.Messages() as recorded:
+        operation()
+    assert recorded.precision == precision
 
 
 def test_the_report_in_plain_types_says_what_holds_and_what_was_not_tried(impatient: Worlds) -> None:
@@ -219,6 +247,8 @@ def test_the_report_in_plain_types_says_what_holds_and_what_was_not_tried(impati
         (len, {"call": "pairs"}, "call is one of auto, labels, views, got 'pairs'"),
         (len, {"grad_reduction": "max"}, "grad_reduction is one of mean, sum"),
         (len, {"world_sizes": (0, 2)}, "world_sizes are numbers of processes"),
+        (lambda x, labels: {}["class"], {"max_examples": 3}, "on one process, so there is no reference .* 'class'"),
+        (lambda x, labels: (x * math.nan).sum(), {"max_examples": 3}, "no reference .* not finite at W=2"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(made: object, settings, words: str, worlds: Worlds) -> None:
@@ -263,13 +293,6 @@ def test_a_loss_that_does_not_return_cannot_be_checked_and_is_no_hang_of_a_colle
         makes = sleeping(lambda: torch.distributed.get_world_size() > 1)
         evidence = LossEvidence(Case(makes, "views"), [], worlds)
         assert diagnose(evidence).mistake == "no answer"
-
-
-def test_a_width_fixed_by_weights(impatient: Worlds) -> None:
-    wrapped = lambda: cz.DistributedLoss(cz.ArcFace(64, 4))  # noqa: E731 - a new one each time
-    report = examine(wrapped, width=4, world_sizes=(2,), max_examples=6, worlds=impatient)
-    assert report.ok, str(report)
-    assert report.examples == 6
 
 
 def test_mistakes_predict_facts_that_can_be_compared() -> None:
