@@ -112,8 +112,7 @@ def check_world_size_invariance(
                     pool.run(size, _call_form, make_loss, timeout=patience)
         first_call = time.monotonic()
         form, views = inferred if call == "auto" else (call, inferred[1])
-        name = name or str(getattr(make_loss, "__name__", "loss"))
-        case = Case(make_loss, form, grad_reduction, views, name=name)
+        case = Case(make_loss, form, grad_reduction, views, name=name or str(getattr(make_loss, "__name__", "loss")))
         batch = GlobalBatch((4,), d=width or DEFAULT_WIDTH)
         plan = measurement.Plan(record=not pool.threads)  # which loads the compiler, too
         try:

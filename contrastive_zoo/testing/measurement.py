@@ -157,9 +157,8 @@ class Subject:
     def measure(self, shards: Sequence[Sequence[Tensor]], plan: Plan) -> Measurement:
         """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
         messages, states = Messages(same_draws=plan.edit == "same draws"), random_states()
-        sent: list[Message] = getattr(
-            threading.current_thread(), "sent", messages.sent
-        )  # a rank of threads has its own
+        # a rank of threads has its own
+        sent: list[Message] = getattr(threading.current_thread(), "sent", messages.sent)
         sent.clear()
         values: list[Tensor] = []
         returned = 0  # number of messages at the time

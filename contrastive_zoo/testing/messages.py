@@ -68,18 +68,14 @@ class Messages(TorchDispatchMode):
         result = func(*args, **kwargs)
         # zeros_like(x) and x.new_zeros read no numbers of x, as draws do not; a single number is a count or a setting
         if not (is_draw or name.startswith("new_") or name.endswith("_like")):
-            finest = min([_eps(x.dtype) for x in _floats((args, kwargs)) if x.numel() > 1], default=1.0)
-            rounded = [x.dtype for x in _floats(result) if _eps(x.dtype) > finest]
-            self.precision = max([self.precision, *rounded], key=_eps)
+            finest = min([torch.finfo(x.dtype).eps for x in _floats((args, kwargs)) if x.numel() > 1], default=1.0)
+            rounded = [x.dtype for x in _floats(result) if torch.finfo(x.dtype).eps > finest]
+            self.precision = max([self.precision, *rounded], key=lambda x: torch.finfo(x).eps)
         return result
 
 
 def _floats(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def replaced(home: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:

@@ -126,6 +126,8 @@ RIGHT_LOSSES = [
     _wrapped("in float32", lambda view1, view2: dense_info_nce(view1.float(), view2.float())),
     _wrapped("in bfloat16", lambda view1, view2: dense_info_nce(view1.bfloat16(), view2.bfloat16())),
     _wrapped("dropout in the loss", lambda view1, view2: dense_info_nce(F.dropout(view1, 0.2), view2)),
+    Known("of one view", lambda: cz.DistributedLoss(cz.KoLeo())),
+    Known("of three views", lambda: cz.DistributedLoss(nn.TripletMarginLoss())),
     Known("unequal classes", lambda: cz.DistributedLoss(of_unequal_classes_in_any_order), "labels"),
     _known(sharded_anchors_in_float32, searched=True),
     _known(dropout_before_a_gather),
