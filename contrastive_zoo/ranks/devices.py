@@ -75,7 +75,7 @@ def values_problem(module: nn.Module) -> str | None:
             if x is not None and x.is_meta:
                 fix = "Call to_empty(device='cpu'), then load_state_dict(...)."
                 return f"{name} is on the meta device and has no value. {fix}"
-            is_split = is_split or is_dtensor(x)
+            is_split = is_split or hasattr(x, "device_mesh")
     return split_problem(module) if is_split else None
 
 

@@ -65,7 +65,7 @@ def tensor_problem(name: str, x: object) -> str | None:
     """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is."""
     if not isinstance(x, Tensor):
         return not_tensor_problem(name, x)
-    if devices.is_dtensor(x):
+    if hasattr(x, "device_mesh"):  # a DTensor
         # to_local() of a partial sum, or of a part of each row, is another number
         has_rows = all(of.is_replicate() or of.is_shard(0) for of in x.placements)  # type: ignore[attr-defined]
         to_local = f"{name}.to_local() if each rank of the loss holds its own rows, otherwise " if has_rows else ""
