@@ -248,6 +248,11 @@ def test_every_loss_holds_what_its_entries_say(name: str) -> None:
         assert found.peak_bytes == pytest.approx(formula.peak_bytes, rel=0.2)
 
 
+def test_a_wrong_number_of_matrices_fails() -> None:
+    with patch.object(cz.NCA, "matrices", 8.0), pytest.raises(AssertionError):
+        test_every_loss_holds_what_its_entries_say("nca")
+
+
 @pytest.mark.parametrize("name", ["clip", "prefixes"])
 def test_cached_logits(name: str) -> None:
     for budget in (0, 2**20, 2**21, 2**30):

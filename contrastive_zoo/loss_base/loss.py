@@ -178,9 +178,8 @@ class Loss(Settings, nn.Module):
 
     engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel`` and ``matrices``, a keyword of the class
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
-    matrices: ClassVar[float] = (
-        USUAL_MATRICES  # as large as the scores, of a block or all, that it makes; explain counts them
-    )
+    # as large as the scores, of a block or of all embeddings, that it makes at once: ``explain`` counts them
+    matrices: ClassVar[float] = USUAL_MATRICES
     # the names of the tensors that are compared, anchors and candidates; all embeddings with all if None
     compares: ClassVar[tuple[tuple[str, ...], tuple[str, ...]] | None] = None
     row_indices: ClassVar[tuple[str, ...]] = ()  # arguments whose values are indices of this rank's samples

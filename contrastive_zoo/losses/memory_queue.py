@@ -14,7 +14,7 @@ from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
 from contrastive_zoo.loss_base.state import Stateful, move_towards
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.devices import is_dtensor, is_fsdp, is_in_fsdp, values_problem
+from contrastive_zoo.ranks.devices import is_fsdp, is_in_fsdp, values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.transport import gather_rows
@@ -326,7 +326,8 @@ class MomentumEncoder(Stateful):
 def _is_gathered(module: nn.Module) -> bool:
     """Return whether a forward pass of a module around this one, which ``fully_shard`` got, has gathered its parameters."""
     parameters = [x for x in module._parameters.values() if x is not None and is_in_fsdp(module)]
-    is_split = any(is_dtensor(x) or hasattr(x, "_fsdp_flattened") for x in parameters)  # by fully_shard, by FSDP1
+    marks = "device_mesh", "_fsdp_flattened"  # of fully_shard, of FSDP1
+    is_split = any(hasattr(x, mark) for x in parameters for mark in marks)
     return bool(parameters) and not is_split
 
 

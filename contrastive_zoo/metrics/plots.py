@@ -54,7 +54,7 @@ def similarity_histogram(
         process_group: who holds embeddings.
 
     Raises:
-        ValueError: on every rank alike: embeddings or labels that do not belong together or are not finite; ``bins``
+        ValueError: the same on every rank: embeddings or labels that do not belong together or are not finite; ``bins``
             that is no integer of 1 or more.
 
     Examples:

@@ -95,7 +95,7 @@ class RetrievalMetrics:
         """Return the metrics of what all ranks have collected since the last reset, in float64 on the CPU.
 
         Raises:
-            ValueError: on every rank alike, what :func:`contrastive_zoo.metrics.evaluate` raises.
+            ValueError: the same on every rank, what :func:`contrastive_zoo.metrics.evaluate` raises.
         """
         world = World.of(self.process_group, "RetrievalMetrics")
         if not any(x for (x,) in world.exchange([len(self.batches)])):  # equal on every rank

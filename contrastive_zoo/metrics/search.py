@@ -217,8 +217,8 @@ def top_k(
         process_group: who holds embeddings.
 
     Raises:
-        ValueError: on every rank alike: arguments that do not belong together, embeddings that are not finite or whose dot
-            products overflow float64, k outside of 1 … embeddings to search in; faiss is missing.
+        ValueError: the same on every rank: arguments that do not belong together, embeddings that are not finite or whose
+            dot products overflow float64, k outside of 1 … embeddings to search in; faiss is missing.
 
     Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)

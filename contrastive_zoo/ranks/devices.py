@@ -75,12 +75,8 @@ def values_problem(module: nn.Module) -> str | None:
             if x is not None and x.is_meta:
                 fix = "Call to_empty(device='cpu'), then load_state_dict(...)."
                 return f"{name} is on the meta device and has no value. {fix}"
-            is_split = is_split or hasattr(x, "device_mesh")
+            is_split = is_split or hasattr(x, "device_mesh")  # a DTensor, whose class takes long to import
     return split_problem(module) if is_split else None
-
-
-def is_dtensor(x: object) -> bool:
-    return hasattr(x, "device_mesh")  # torch.distributed.tensor is imported by nobody else
 
 
 def is_fsdp(module: nn.Module) -> bool:
@@ -101,7 +97,7 @@ def split_problem(module: nn.Module) -> str | None:
     if is_fsdp(module):  # its own forward pass gathers
         return None
     of_others = not type(module).__module__.startswith("contrastive_zoo.") and not is_in_fsdp(module)
-    if split := [] if of_others else [name for name, x in module._parameters.items() if is_dtensor(x)]:
+    if split := [] if of_others else [name for name, x in module._parameters.items() if hasattr(x, "device_mesh")]:
         return (
             f"{split[0]} is a DTensor, and the loss computes with plain parameters. Call the loss in the forward pass of "
             "the module that was sharded, or leave it out: fully_shard(module, ignored_params=set(loss_fn.parameters()))."

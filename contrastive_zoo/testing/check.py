@@ -130,7 +130,7 @@ def check_world_size_invariance(
         broken, report = examination.broken, examination.report
         report.findings = [examination.shrunk(x) for x in invariants.INVARIANTS if x.name in broken]
         if report.findings:
-            report.notes += [case.called] * (call == "auto")
+            report.notes += [case.called] if call == "auto" else []
             failing = next((x.batch for x in report.findings if x.invariant is runs_on_every_split), None)
             import_module(COMPILER)
             evidence = LossEvidence(case, [*broken], pool, width=width or DEFAULT_WIDTH, failing=failing)

@@ -129,7 +129,7 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
             The results in rank order.
 
         Raises:
-            ValueError: ``world_size`` is below 1, ``each`` has not one tuple per rank, or the pool is closed.
+            ValueError: ``world_size`` is below 1, ``each`` does not hold one tuple per rank, or the pool is closed.
             TypeError: the job cannot be pickled.
             RankError: a rank raised or died.
             WorldTimeout: the job was not done in time.

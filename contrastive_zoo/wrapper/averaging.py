@@ -31,7 +31,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         process_group: the ranks; None is the default group at the time of the call.
 
     Raises:
-        ValueError: on every rank alike: ranks whose modules differ in names, shapes or dtypes of their parameters, an
+        ValueError: the same on every rank: ranks whose modules differ in names, shapes or dtypes of their parameters, an
             argument that is no module, sparse gradients, or parameters that are DTensors, which FSDP reduces itself.
 
     Examples:
