@@ -69,12 +69,12 @@ def demo(
     """Train all jobs, compare them with one process, print a line for each, and draw them into the folder.
 
     Return ``ok``, whether every right job is the same on one process and on two; for the ``right`` and the
-    ``wrong`` jobs how far two processes are from one, and recall@1 of held-out digits before and after.
+    ``wrong`` jobs how far two processes are from one, and hit_rate@1 of held-out digits before and after.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"right": {}, "wrong": {}}
     say = partial(print, file=out, flush=True)
-    say(f"{'training':<24} {'value, W=1':>16} {'W=2':>6} {'recall@1':>16} {'difference':>11}")
+    say(f"{'training':<24} {'value, W=1':>16} {'W=2':>6} {'hit_rate@1':>16} {'difference':>11}")
     with Worlds(timeout=300) as worlds:
         for job in jobs:
             one, several = worlds.run(1, train, job.start, epochs)[0], worlds.run(2, train, job.start, epochs)
@@ -115,7 +115,7 @@ def draw(title: str, one: Result, several: Result, recalls: Sequence[float], pat
     colours = [TEN[x % 10] for x in images()[1][TRAINED:].tolist()]
     for plane, when, rows, share in zip(planes, ("before", "after"), one[1:], recalls, strict=True):
         plane.scatter(*principal_plane(rows.float()).T.tolist(), s=6, c=colours, linewidths=0)
-        plane.set(xticks=[], yticks=[], title=f"{when}: recall@1 {100 * share:.0f} %")
+        plane.set(xticks=[], yticks=[], title=f"{when}: hit_rate@1 {100 * share:.0f} %")
     figure.savefig(path)
 
 
@@ -124,7 +124,7 @@ def write_page(found: dict[str, Any]) -> None:
     for job in RIGHT:
         of_job = found["right"][job.title]
         rows.append([f"`{job.name}`", job.loss, *(f"{x:.3f}" for x in of_job["recall"]), f"{of_job['difference']:.0e}"])
-    columns = ("training", "loss", "recall@1 before", "after", "difference, W = 2 from W = 1")
+    columns = ("training", "loss", "hit_rate@1 before", "after", "difference, W = 2 from W = 1")
     fill(PAGES / "index.md", {"results": table(columns, rows)})
 
 

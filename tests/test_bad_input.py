@@ -214,12 +214,14 @@ ANYWHERE: dict[str, Callable[..., Any]] = {
     "labels [n, C] are 1 … got 2 … 2": lambda w: w(cz.SupCon())(z(), last(2, 1) * torch.ones(4, 3).long()),
     "places in the data set, 0 … 8, got -1 … 2": lambda w: w(cz.SogCLR(9))(z(), z(), torch.arange(4) - last(1, 0)),
     "images … do not pair with texts … Pass ids and text_ids": lambda w: w(cz.SigLIP())(z(), z(last(3, 4)), y()),
-    "MNRL: … leaves a query its": lambda w: w(cz.MNRL(in_batch_negatives=False))(z(), z(), *[z(), y()] * last(0, 1)),
+    "MNRL: … only with its own negatives. Pass negatives=… and owners=…": lambda w: w(
+        cz.MNRL(in_batch_negatives=False)
+    )(z(), z(), *[z(), y()] * last(0, 1)),
     "one per row, got 5 for 4 rows … own labels": lambda w: w(cz.SupCon())(z(), y(last(5, 4))),
     "temperature must be positive and finite … got 0.0 … temperature=1/s": lambda w: w(
         later(cz.NTXent(), temperature=last(0.0, 0.1))
     )(z(), z()),
-    "view 1 hold NaN or infinite values in 1 of 4 rows (row 2) … check_finite=False": lambda w: w(cz.NTXent())(
+    "view 1: NaN or infinite values in 1 of 4 rows (row 2) … check_finite=False": lambda w: w(cz.NTXent())(
         z(), spoilt(-torch.inf)
     ),
 }
@@ -247,12 +249,12 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "ranks disagree on plain_formulas(): rank 0 has False … has True": in_plain_formulas,
     "ranks disagree on weight … 0.5 … 1.5": lambda: wrapped(weighted, z(), last(1.5, 0.5)),
     "weight has norm 1 on rank 0 and 2 on rank": lambda: wrapped(weighted, z(), torch.tensor(last(2.0, 1.0))),
-    "third_party: … embeddings hold NaN or infinite values in 1 of 4": lambda: wrapped(third_party, spoilt(), y()),
-    "third_party: the global batch is empty … skip the step": lambda: wrapped(third_party, z(0), y(0)),
+    "third_party: … embeddings: NaN or infinite values in 1 of 4": lambda: wrapped(third_party, spoilt(), y()),
+    "third_party: the global batch is empty … skip this step": lambda: wrapped(third_party, z(0), y(0)),
     "indices_tuple was mined on this rank's rows … DistributedLoss(loss, miner=miner) … DistributedMiner(miner)": lambda: (
         wrapped(lenient, z(), y(), indices_tuple=last(INDICES, None))
     ),
-    "indices_tuple was mined on this rank's rows … as it is": lambda: wrapped(
+    "indices_tuple was mined on this rank's rows … unchanged": lambda: wrapped(
         lenient, z(), y(), DistributedMiner(Mining())(z(), y())[:2]
     ),
     "indices_tuple came along … has a miner": lambda: wrapped(
@@ -261,7 +263,7 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "disagree on miner.share": lambda: wrapped(lenient, z(), y(), options={"miner": Mining(last(0.5, 0.25))}),
     "returns a tuple of indices … got Tensor": lambda: DistributedMiner(lambda x, labels: labels)(z(), y()),
     "Mining: … labels are one per row, got 3 for 4 rows": lambda: DistributedMiner(Mining())(z(), y(last(3, 4))),
-    "Mining: … embeddings hold NaN or infinite values": lambda: DistributedMiner(Mining())(spoilt(), y()),
+    "Mining: … embeddings: NaN or infinite values": lambda: DistributedMiner(Mining())(spoilt(), y()),
     "KeyError: 'popitem(): dictionary is empty'": lambda: wrapped(
         later(cz.SupCon(), **last({"split_reason": {}.popitem}, {})), z(), y()
     ),
@@ -270,12 +272,12 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     ),
     "view 0 must hold values": lambda: wrapped(cz.NTXent(), last(z().detach().to("meta"), z(learnt=False)), z()),
     "labels must be a dense tensor, got sparse": lambda: wrapped(third_party, z(), last(y().to_sparse(), y())),
-    "z hold NaN": lambda: wrapped(Phases(), torch.view_as_complex(numbers(2, 3, 2, seed=rank())) / torch.arange(3)),
+    "z: NaN": lambda: wrapped(Phases(), torch.view_as_complex(numbers(2, 3, 2, seed=rank())) / torch.arange(3)),
     "scale has norm": lambda: wrapped(turned(), torch.view_as_complex(numbers(2, 3, 2, seed=rank()))),
     # of the loss
     "the loss's grad_reduction": lambda: wrapped(Powered(last("b", "a")), z(), torch.tensor(0.5)),
     "parameters": lambda: wrapped(Powered(scale=last(3.0, 2.0)), z(), torch.tensor(0.5)),
-    "temperature has norm … A module that is a setting must return the same number on every rank": lambda: wrapped(
+    "temperature has norm … a module that is a setting must return the same number on every rank": lambda: wrapped(
         cz.SupCon(temperature=DrawnSetting()), z(), y()
     ),
     "MNRL: … indices of local rows do not allow": lambda: hooked(cz.MNRL()),
@@ -293,7 +295,7 @@ BETWEEN: dict[str, Callable[[], Any]] = {
         cz.CrossBatchMemory(cz.InfoNCE(in_batch_negatives=False), 8, 3)
     ),
     "a backward pass computes the loss again": recomputed_in_one_step,
-    "rank 1: a prefix of 4 does not fit": lambda: wrapped(cz.Matryoshka(cz.SupCon(), (2, 4)), z(4, last(3, 4)), y()),
+    "rank 1: dims go up to 4, got": lambda: wrapped(cz.Matryoshka(cz.SupCon(), (2, 4)), z(4, last(3, 4)), y()),
     # tokens
     "disagree on the width of tokens of queries … d=3 … d=2": lambda: of_tokens(lambda x: [x[..., :2]] * 2),
     "rank 1: … got none in row 1": lambda: of_tokens(lambda x: [x, x, None, x[..., 0].long()]),
@@ -391,5 +393,5 @@ def test_check_finite_can_be_turned_off(worlds: Worlds) -> None:
 
     for values in (*worlds.run(2, job), job()):
         assert np.isnan(values).all()
-    with pytest.raises(ValueError, match="third_party: embeddings hold NaN"):  # on one process, too
+    with pytest.raises(ValueError, match="third_party: embeddings: NaN"):  # on one process, too
         wrapped(third_party, z() * torch.nan, y())

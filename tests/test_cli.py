@@ -111,7 +111,7 @@ BROKEN_MODULES = {
         ("check contrastive_zoo:ArcFace", 2, "missing a required argument: 'num_classes'"),
         ("check train.py", 2, "contrastive-zoo audit train.py"),
         ("check nt-xent --json /no/such/folder/report.json", 2, "No such file or directory"),
-        ("explain triplet --ring -W 8", 2, "Leave ring out"),
+        ("explain triplet --ring -W 8", 2, "without ring"),
         ("explain nt-xent --set temperature=-.5", 2, "got -0.5"),
         ("explain nt-xnt", 2, "nt-xent"),
         ("explain clip --ring -W 8 --rows 4096", 0, "ring: ring=True"),

@@ -88,7 +88,7 @@ class SigLipLoss(ClipLoss):
 
     def _contrastive_loss(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
-            raise ValueError("SigLipLoss: logit_bias is missing, the bias of the model, got None.")
+            raise ValueError("SigLipLoss: logit_bias is missing. Pass the model's bias: logit_bias=model.logit_bias.")
         # as a parameter, the model's bias would become one of the loss
         return _value(self.contrastive, images, texts, temperature=_inverse(scale), logit_bias=bias.view_as(bias))
 

@@ -224,8 +224,8 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
     parts = list(loss.modules())
     if not encoders:
         return (
-            "holds no SentenceTransformer, SparseEncoder or MultiVectorEncoder. Losses of embeddings go into "
-            "contrastive_zoo.DistributedLoss; those of a CrossEncoder compare no embeddings."
+            "holds no SentenceTransformer, SparseEncoder or MultiVectorEncoder. Wrap a loss of embeddings in "
+            "contrastive_zoo.DistributedLoss; a loss of a CrossEncoder needs no wrapper, because it compares no embeddings."
         )
     if any(isinstance(x, DenoisingAutoEncoderLoss) for x in parts):
         return "reads tokens with a decoder and compares no rows: leave it as it is, and wrap its decoder in DDP."
@@ -245,8 +245,8 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
         return "gathers by itself, and would gather all ranks' rows again. Pass gather_across_devices=False."
     if "model" not in encoders and len({id(x) for x in encoders.values()}) > 1:
         return (
-            f"trains {len(encoders)} encoders ({', '.join(encoders)}), of which trainers reduce the gradients of one at "
-            "most. Embed with both under DDP, and pass a function of the embeddings to contrastive_zoo.DistributedLoss."
+            f"trains {len(encoders)} encoders ({', '.join(encoders)}), but a trainer averages the gradients of one only. "
+            "Embed with both under DDP, and pass a function of the embeddings to contrastive_zoo.DistributedLoss."
         )
     return None
 

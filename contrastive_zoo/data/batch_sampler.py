@@ -193,8 +193,8 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         if World.of(self.process_group).size == 1:
             return self._drop_last
         raise ValueError(
-            f"{type(self).__name__}: the trainer asks for drop_last, to split this sampler's batches over the ranks. They "
-            "are split already. Accelerate, Hugging Face: do not prepare the loader, or pass it through "
+            f"{type(self).__name__}: the trainer would split the batches over the ranks again, but this sampler has split "
+            "them. Accelerate, Hugging Face: do not prepare the loader, or pass it through "
             "accelerate.data_loader.prepare_data_loader(loader, accelerator.device, num_processes=1, process_index=0, "
             "put_on_device=True). Lightning: use_distributed_sampler=False."
         )

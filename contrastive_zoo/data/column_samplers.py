@@ -119,8 +119,8 @@ class MPerClassBatchSampler(BaseBatchSampler):
         if fewer > 1 and not self._drop_last and World.of(self.process_group).rank == 0:
             warnings.warn(
                 f"MPerClassBatchSampler: the last {fewer} of {len(classes)} batches have fewer than {classes_per_batch=} "
-                f"classes, as class {values[largest]!r} has {self._groups[largest]} of {len(self._group_classes)} groups of "
-                f"{m=}, one in a batch. Pass drop_last=True to leave these batches out, or raise m.",
+                f"classes, because class {values[largest]!r} needs {self._groups[largest]} batches, with {m=} samples in "
+                "each. Pass drop_last=True to leave these batches out, or raise m.",
                 stacklevel=2,
             )
 

@@ -54,7 +54,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
     ) -> None:
         problem = _samplers_problem(samplers, sizes)
         if problem is None and options.get("drop_last"):
-            problem = "drop_last is that of each data set's sampler, got one of the whole. Pass it to the samplers."
+            problem = "drop_last belongs to the samplers of the data sets. Pass drop_last=True to each of them."
         if problem is None and not (isinstance(temperature, (int, float)) and temperature >= 1):
             problem = f"temperature is a number of at least 1, got {described(temperature)}."
         self.samplers, self.sizes = (list(samplers), tuple(sizes)) if problem is None else ([], ())

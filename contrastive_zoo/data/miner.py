@@ -58,7 +58,7 @@ class DistributedMiner(nn.Module):
         super().__init__()
         refuse_gathering("DistributedMiner", "miner", miner)
         if not callable(miner):
-            raise ValueError(f"DistributedMiner: a miner can be called, got {type(miner).__name__}.")
+            raise ValueError(f"DistributedMiner: miner must be callable, got {type(miner).__name__}.")
         self.process_group, self.check_finite, self.miner = process_group, check_finite, miner
 
     @uncompiled

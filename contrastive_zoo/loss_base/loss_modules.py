@@ -96,9 +96,8 @@ class LossModules:
         for module in self.by_path.values():
             if any(x is not None and is_lazy(x) for x in (*module._parameters.values(), *module._buffers.values())):
                 return (
-                    f"its {type(module).__name__} has no parameters yet, which ranks could compare. Call the bare loss "
-                    "once, with one seed on every rank, before you make the optimizer and the DistributedLoss, or use a "
-                    "layer of known size."
+                    f"its {type(module).__name__} has no parameters yet. Call the bare loss once, with one seed on every "
+                    "rank, before you make the optimizer and the DistributedLoss, or use a layer of known size."
                 )
         return None
 

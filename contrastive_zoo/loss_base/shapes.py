@@ -88,8 +88,10 @@ def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, 
 
 
 def _dimension_fix(name: str, x: Tensor, allowed: Shapes) -> str:
-    """Return the fix for one sample without the dimension that counts samples, and for one dimension too many, or ""."""
+    """Return the fix for floats, for one sample without its dimension, and for one dimension too many, or ""."""
     dims = [len(shape.dims) for shape in allowed]
+    if allowed[0].kind == "integer" and x.ndim == dims[-1] and x.is_floating_point():
+        return f" Use {name}.long() if they are whole numbers."
     if allowed[0].kind != "floating-point" or not x.is_floating_point():
         return ""
     if x.ndim == dims[0] - 1:
@@ -147,7 +149,10 @@ def _bound(kind: Any, count: int, keywords: tuple[str, ...]) -> tuple[tuple[str,
     known = form.signature.parameters
     if not form.others and (unknown := {*keywords} - known.keys()):
         name = min(unknown)
-        raise TypeError(f"{kind.__name__}: the call has no argument {name!r}.{did_you_mean(name, known)}")
+        hint = did_you_mean(name, known.keys() - {form.views})
+        if form.views and not hint:
+            hint = f" Pass {form.views} by position: loss(view1, view2)."
+        raise TypeError(f"{kind.__name__}: the call has no argument {name!r}.{hint}")
     try:
         names = form.signature.bind(*range(count), **dict(zip(keywords, range(count, total), strict=True))).arguments
     except TypeError as error:

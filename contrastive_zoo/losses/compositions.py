@@ -177,7 +177,7 @@ class Matryoshka(_Composition):
         wide = {name: x for name, x in tensors.items() if x is not None and is_embedding(x)}
         narrow = [f"{name} {described(x)}" for name, x in wide.items() if x.shape[-1] < max(self.dims)]
         if narrow:
-            return f"a prefix of {max(self.dims)} does not fit into {', '.join(narrow)}."
+            return f"dims go up to {max(self.dims)}, got {', '.join(narrow)}. Leave out wider dims, or use a wider encoder."
         if isinstance(self.loss, _Composition) or not is_plain(self.loss) or self.loss.has_static_inputs:
             return None
         for m in self.dims:

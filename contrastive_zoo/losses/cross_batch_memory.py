@@ -37,7 +37,7 @@ def memory_input(loss: Any) -> MemoryInput:
     if problem := instance_problem(loss):
         raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):
-        raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
+        raise ValueError(f"CrossBatchMemory: loss must be callable, got {type(loss).__name__}. Pass a loss module.")
     is_own = isinstance(loss, Loss) and is_plain(loss)
     if is_own and isinstance(loss, AnchorLoss) and _is_sum_of_blocks(type(loss)):
         return "candidates"

@@ -107,7 +107,8 @@ def _sums(label_smoothing: object, count: int, stated: CallInputs) -> list[Entry
 
 
 _OWN_KEY_ONLY = (
-    "in_batch_negatives=False leaves a query its own key and the negatives: pass negatives, and not symmetric."
+    "with in_batch_negatives=False a query is compared only with its own key and with negatives. Pass them, "
+    "loss(queries, keys, negatives), and leave symmetric=False."
 )
 
 

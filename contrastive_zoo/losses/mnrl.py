@@ -184,7 +184,10 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         return None if ids is None else torch.where(ids < 0, -1 - index, ids.long())
 
 
-_OWN_NEGATIVES = "in_batch_negatives=False leaves a query its negatives: pass them with owners, and only query_to_doc."
+_OWN_NEGATIVES = (
+    "with in_batch_negatives=False a query is compared only with its own negatives. Pass negatives=… and owners=…, and "
+    "leave directions=('query_to_doc',)."
+)
 _NO_OWNERS = (
     "negatives came without owners, which say whose they are. Pass owners=torch.arange(len(queries)) if negative i was "
     "mined for query i, or -1 for a negative of every query."

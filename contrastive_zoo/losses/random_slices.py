@@ -58,7 +58,8 @@ class _Sliced(Loss, Stateful, engine="statistics"):
     def directions_problem(self, name: str, rows: Tensor) -> str | None:
         if rows.shape[1] != self.embedding_size:
             drawn = f"float32 {[self.embedding_size, self.num_slices]}"
-            return f"directions are [d, m], got {drawn} for {name} {described(rows)}."
+            fix = f"Construct {type(self).__name__}(embedding_size={rows.shape[1]})."
+            return f"directions are [d, m], got {drawn} for {name} {described(rows)}. {fix}"
         return devices.state_problem("directions", self.step, rows)
 
 

@@ -67,7 +67,7 @@ class Monitor:
     def __init__(self, loss_fn: DistributedLoss, *, every: int = 50, encoder: nn.Module | None = None) -> None:
         if not isinstance(loss_fn, DistributedLoss):
             raise ValueError(
-                f"Monitor: a DistributedLoss is monitored, got {type(loss_fn).__name__}. Write DistributedLoss(loss), also "
+                f"Monitor: expects a DistributedLoss, got {type(loss_fn).__name__}. Write DistributedLoss(loss), also "
                 "for one process."
             )
         if not is_integer(every, at_least=1):

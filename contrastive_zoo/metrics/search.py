@@ -242,7 +242,7 @@ def top_k(
     shards = agree_on_shards("top_k", arguments, world=world, **stated)
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
-        raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
+        raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}. Lower k.")
     shape, start = (len(queries), k), shards[1].start
     with reported(world), torch.device("cpu"):
         result = Neighbors(torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.int64))

@@ -103,13 +103,13 @@ class Evaluation:
         if (problem := self.shapes_problem()) is not None:
             return problem
         if self.gallery is None and self.labels is None and self.judgements is None:
-            return "rows that search among themselves need labels or judgements."
+            return "labels are missing: call evaluate(embeddings, labels=labels), or pass a gallery or judgements."
         if self.gallery is not None and (self.labels is None) != (self.gallery_labels is None):
             return "labels and gallery_labels come together; without them, partners have the same index."
         if self.judgements is None:
             return None
         if self.labels is not None:
-            return "relevant is what has the same label or what is judged: pass labels or judgements, not both."
+            return "labels or judgements say which items are relevant, got both. Pass one of them."
         if self.ids is None or (self.gallery is not None and self.gallery_ids is None):
             return "judgements name rows by id: pass ids and gallery_ids."
         query, item, grade = (x.cpu() for x in self.judgements)  # of the data set, and ids may be on the model's device

@@ -35,21 +35,17 @@ def _differ(a: float | None, b: float | None, relative: float, absolute: float) 
 
 _RESULTS = {
     "other anchor": (
-        "two ranks computed different losses of the same anchor: rank {owner}, which holds it, found {first:g}, rank {rank} "
-        "found {second:g}. rows() must depend on its arguments, settings and parameters alone, row by row, and be equal on "
-        "every rank: look for a number in an object or a global that differs. For random numbers use the global generators "
-        "of torch, NumPy and Python, which ranks share. check_equal=False turns this check off."
+        "two ranks computed different losses of the same anchor: rank {owner}, which holds it, found {first:.9g}, rank "
+        "{rank} {second:.9g}. rows() may use only its arguments, settings and parameters, row by row: look for a number in "
+        "an object or a global, and draw random numbers from the global generators; check_equal=False turns this check off."
     ),
     "value": (
-        "its last value came out differently on two ranks that computed it from the same rows: rank 0 found {first:g}, rank "
-        "{rank} found {second:g}. If the loss has parameters, call torch.manual_seed(0) on every rank before you construct "
-        "it, or wrap it in DDP. Look for a number in a closure, an object or a global that differs. If it draws from a "
-        "generator of its own, seed that alike (torch's, NumPy's and Python's global ones are shared already; for compute() "
-        "of a Loss they are if its inputs() state whole=True). If its operations are not deterministic, call "
-        "torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
+        "its last value must be equal on all ranks, but rank 0 found {first:.9g} and rank {rank} {second:.9g}. Look for "
+        "unequal parameters (torch.manual_seed(0) before you construct the loss), a number in a closure or a global, a "
+        "random generator of its own, or operations that are not deterministic; check_equal=False turns this check off."
     ),
     "sample": (
-        "two ranks computed different losses of the same samples: rank 0 found {first:g}, rank {rank} found {second:g}. "
+        "two ranks computed different losses of the same samples: rank 0 found {first:.9g}, rank {rank} {second:.9g}. "
         "Look for a number in an object, a closure or a global that differs, and make it a setting or a buffer. If "
         "compute() draws random numbers, state Inputs(…, whole=True): every rank then computes all of the loss, with the "
         "same numbers. check_equal=False turns this check off."
@@ -62,8 +58,8 @@ _RESULTS = {
 }
 
 SAME_TENSOR_DIFFERS = (
-    "ranks disagree on which arguments are one tensor: some rank passed the same tensor twice where another passed two. "
-    "A loss may compare a tensor with itself in another way than with a copy: pass the arguments alike on every rank."
+    "ranks disagree on which arguments are one tensor: one rank passed the same tensor twice, another passed two tensors. "
+    "Pass the same tensor twice on every rank, or a copy on every rank, such as x.clone()."
 )
 
 

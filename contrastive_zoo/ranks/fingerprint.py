@@ -182,7 +182,7 @@ def state_difference(texts: Sequence[str]) -> str:
             )
         where += f": {name} {norms}{'' if here != there else ', but other numbers'}"
     return (
-        f"{where}. Call torch.manual_seed(0) on every rank before you construct the loss, or wrap the loss in DDP: "
-        "DistributedLoss(DistributedDataParallel(loss)). A module that is a setting must return the same number on every "
-        "rank: draw it from a generator that is seeded alike. check_equal=False turns this check off."
+        f"{where}. Call torch.manual_seed(0) on every rank before you construct the loss, or wrap the loss in DDP, "
+        "DistributedLoss(DistributedDataParallel(loss)); a module that is a setting must return the same number on every "
+        "rank. check_equal=False turns this check off."
     )

@@ -210,5 +210,5 @@ def refuse_empty(caller: str, shards: Shards) -> None:
     if shards.total == 0:
         raise ValueError(
             f"{caller}: the global batch is empty, no rank brought a row. "
-            "A rank may come with none, but not all of them; skip the step on every rank alike."
+            "A rank may bring none, but not all ranks may: skip this step on every rank."
         )

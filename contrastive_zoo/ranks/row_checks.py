@@ -156,7 +156,7 @@ def first_non_finite(rows: Mapping[str, Tensor], *, optional: bool = True) -> st
             finite = f"{name}.isfinite()" if tensor.ndim == 1 else f"{name}.isfinite().flatten(1).all(1)"
             fix = "check_finite=False lets them through" if optional else f"leave these rows out: {name}[{finite}]"
             return (
-                f"{name} hold NaN or infinite values in {len(bad)} of {len(tensor)} rows (row {some}). "
+                f"{name}: NaN or infinite values in {len(bad)} of {len(tensor)} rows (row {some}). "
                 f"Look for a diverged encoder, a division by a zero norm or an overflow in half precision; {fix}."
             )
     return None

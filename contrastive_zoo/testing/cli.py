@@ -20,7 +20,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from contrastive_zoo.testing.report import AuditReport, Report
 
-ABOUT = "Check that contrastive losses and trainings are the same on W processes as on one."
+ABOUT = "Check that a contrastive loss or training gives the same numbers on several processes as on one."
 app = typer.Typer(help=ABOUT, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 
@@ -69,9 +69,9 @@ def check(
     wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Check in seconds whether a loss is the same function on W processes as on one, and diagnose it if it is not.
+    """Check whether a loss has the same value and gradients on several processes as on one, and name the mistake if not.
 
-    Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
+    Exit status: 0 if they are the same, 1 if not, 2 if the loss could not be checked.
     """
     try:
         with uninterrupted():

@@ -63,7 +63,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
 
 def _module_problem(module: object) -> str | None:
     if not isinstance(module, nn.Module):
-        return f"a module is averaged, got {type(module).__name__}. Pass the model itself, average_gradients(model)."
+        return f"expects a module, got {type(module).__name__}. Pass the model itself, average_gradients(model)."
     names = [name for name, x in module.named_parameters() if x.requires_grad and hasattr(x, "device_mesh")]
     if names:
         return (

@@ -267,7 +267,7 @@ def refuse_bad_options(grad_reduction: str, **flags: object) -> None:
 def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: bool) -> None:
     """Refuse what is no loss of embeddings, and a miner or a ring that the loss does not support."""
     if not callable(loss):
-        raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
+        raise ValueError(f"DistributedLoss: loss must be callable, got {type(loss).__name__}. Pass a loss module.")
     bare = without_ddp(loss)
     name, is_own = loss_name(bare), isinstance(bare, Loss)
     kinds = [kind for x in (bare.modules() if isinstance(bare, nn.Module) else ()) for kind in type(x).__mro__]
@@ -296,8 +296,8 @@ def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: bool) -> 
     reason = bare.ring_problem() if is_own else "every rank computes it from the embeddings of all ranks"
     if ring and reason is not None:
         raise ValueError(
-            f"DistributedLoss: with a ring, candidates pass from rank to rank. {name} cannot be computed so: {reason}. "
-            "Leave ring out."
+            f"DistributedLoss: {name} cannot be computed with ring=True, because {reason}. Write DistributedLoss(loss) "
+            "without ring."
         )
 
 

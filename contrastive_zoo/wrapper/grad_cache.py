@@ -70,9 +70,9 @@ class GradCache(nn.Module):
         sizes = [x for x in (chunk_size, chunk_tokens) if x is not None]
         if len(sizes) != 1 or not is_integer(sizes[0], at_least=1) or not isinstance(model, nn.Module):
             raise ValueError(
-                "GradCache needs a torch.nn.Module, and chunk_size= (samples in a chunk) or chunk_tokens=, at least 1, got "
+                "GradCache needs a torch.nn.Module and either chunk_size= (samples per chunk) or chunk_tokens=, got "
                 f"{type(model).__name__}, chunk_size={described(chunk_size)} and chunk_tokens={described(chunk_tokens)}. "
-                "Pass the most samples that fit: GradCache(model, chunk_size=64)."
+                "Write GradCache(model, chunk_size=64), with the most samples that fit."
             )
         self.model, self.process_group = model, process_group
         self.chunk_size, self.chunk_tokens = chunk_size, chunk_tokens

@@ -81,8 +81,8 @@ class LossCall:
         if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
             return (
                 "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
-                "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
-                "DistributedMiner(miner), and pass on what it returns as it is."
+                "other samples. Pass the miner instead, DistributedLoss(loss, miner=miner), or pass the unchanged result of "
+                "DistributedMiner(miner)."
             )
         return None
 

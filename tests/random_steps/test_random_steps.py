@@ -152,7 +152,7 @@ DIFFERENCES = {
     ("partial", "rows with the negative bit"): "right",
     ("hides in compute", "a number in a closure"): "the same samples",
     ("hides in rows", "a number in a closure"): "the same anchor",
-    ("closure", "power grows"): "its last value came out differently",
+    ("closure", "power grows"): "its last value must be equal",
 }
 """What the last of two ranks changes of a loss, with words of all ranks' error; the search has other changes."""
 

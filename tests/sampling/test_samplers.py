@@ -49,7 +49,7 @@ def test_workers_and_batches_without_samples() -> None:
 
 def test_a_long_tail_makes_the_last_batches_small_and_is_warned_of() -> None:
     labels = [0] * 150 * 8 + [x for x in range(1, 61) for _ in range(8)]
-    with pytest.warns(UserWarning, match="last 130 of 150 batches .* classes_per_batch=4 .* class 0 has 150 of 210"):
+    with pytest.warns(UserWarning, match="last 130 of 150 batches .* classes_per_batch=4 .* class 0 needs 150 batches"):
         sampler = MPerClassBatchSampler(labels, m=8, classes_per_batch=4, process_group=ONE_PROCESS)
     assert [len({labels[x] for x in batch}) for batch in sampler] == [4] * 20 + [1] * 130
     MPerClassBatchSampler(labels, m=8, classes_per_batch=4, process_group=cz.World(1, 2))  # rank 0 says it
@@ -74,7 +74,7 @@ def split_again(rank: int) -> list[int]:
 def test_a_trainer_that_would_split_each_part_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     for rank in range(2):
-        with pytest.raises(ValueError, match=r"GlobalBatchSampler: the trainer asks for drop_last, .* num_processes=1"):
+        with pytest.raises(ValueError, match=r"GlobalBatchSampler: the trainer would split .* num_processes=1"):
             split_again(rank)
     assert GlobalBatchSampler(24, batch_size=6, process_group=cz.World()).drop_last is False
     monkeypatch.setattr(cz.data.BaseBatchSampler, "drop_last", False)
@@ -146,7 +146,7 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(token_chunks, [1], 0), r"chunk_tokens is an integer in 1 … 2\*\*60, got 0"),
     (partial(cz.data.TokenBatchSampler, [], chunk_tokens=8, chunks_per_batch=1), "lengths are one per sample, got"),
     (partial(GlobalBatchSampler, 9, batch_size=2, drop_last="yes"), "drop_last is True or False, got 'yes'"),
-    (partial(OneDatasetBatchSampler, [NINE], sizes=[9], drop_last=True), "Pass it to the samplers"),
+    (partial(OneDatasetBatchSampler, [NINE], sizes=[9], drop_last=True), "Pass drop_last=True to each of them"),
     (partial(OneDatasetBatchSampler, [], sizes=[]), r"one batch sampler for each data set, got \[\]"),
     (partial(OneDatasetBatchSampler, [[[0]]], sizes=[1]), r"batch samplers of contrastive_zoo\.data, got \[\[0\]\]"),
     (partial(OneDatasetBatchSampler, [NINE], sizes=[9, 9]), r"one integer for each of the 1 samplers, got \[9, 9\]"),
