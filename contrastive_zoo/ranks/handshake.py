@@ -96,8 +96,6 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         caller = statement.caller if statement.problem else ""
         callers, problems = _exchange_text(caller, statement.problem or "", world)
         raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
-    if -1 in received["wrapper"] and max(received["wrapper"]) > -1:  # another function than the loss of a wrapper
-        refuse_out_of_step(world.caller, world)
     if len(set(received["digest"])) > 1:  # only then the texts themselves are exchanged
         callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
         if -1 in received["wrapper"] and len({*callers}) > 1:

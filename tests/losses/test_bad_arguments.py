@@ -111,6 +111,10 @@ def hard_negatives(**settings: Any) -> Any:
     return cz.data.mine_hard_negatives(**{"queries": Z, "corpus": Z.clone(), "positives": torch.arange(4), **settings})
 
 
+def judged(queries: Any = Y, **settings: Any) -> Any:
+    return cz.metrics.evaluate(Z, **{"ids": torch.arange(4), "judgements": (queries, Y, Y), **settings})
+
+
 def third_party(embeddings: Tensor, weights: Tensor) -> Tensor:
     return (embeddings.sum(1) * weights).sum()
 
@@ -139,10 +143,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MultiPositive(symmetric=True)(EYE, EYE, Y, Y), "are for paired rows: leave key_ids and weights out"),
     (lambda: cz.MultiPositive()(EYE, EYE, Y, Y, -torch.ones(3)), "weights are non-negative, one per id"),
     (lambda: cz.SigLIP()(EYE, EYE, None, Y), "SigLIP: text_ids are compared with ids"),
-    (
-        lambda: cz.InfoNCE(in_batch_negatives=False)(EYE, EYE),
-        "loss(queries, keys, negatives)",
-    ),
+    (lambda: cz.InfoNCE(in_batch_negatives=False)(EYE, EYE), "loss(queries, keys, negatives)"),
     (lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True)(EYE, EYE, EYE), "leave symmetric=False"),
     (lambda: cz.OnlineContrastive()(EYE, EYE, Y), "labels are 1 for a positive pair and 0"),
     (lambda: cz.GIST()(EYE, EYE, EYE, EYE, EYE), "GIST: negatives came without guide_negatives"),
@@ -151,15 +152,22 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MNRL(in_batch_negatives=False)(EYE, EYE, EYE), "without owners … owners=torch.arange(len(queries))"),
     (lambda: cz.MNRL()(EYE, EYE, EYE, dataset_ids=Y), "MNRL: negatives came without owners"),
     (lambda: cz.MNRL()(EYE, EYE, EYE, None, None, Y), "MNRL: negative_ids are compared with document_ids"),
-    (
-        lambda: cz.MNRL(in_batch_negatives=False, directions=("query_to_doc", "doc_to_query")),
-        "leave directions=('query_to_doc',)",
-    ),
+    (lambda: cz.MNRL(in_batch_negatives=False, directions=TO_DOC), "leave directions=('query_to_doc',)"),
     (lambda: cz.MNRL(false_negative_margin=torch.ones(1, requires_grad=True)), "a constant"),
     (lambda: cz.MNRL(directions=("doc_to_query",)), "MNRL: directions are 'query_to_doc' and any of"),
     (lambda: cz.MNRL(directions=TO_DOC, partition_mode="per_direction"), "doc_to_doc never hold the positive"),
     (lambda: cz.ScoreDistillation()(EYE, EYE[:, None], EYE[:, :1]), "candidates are [n, k, d] with k >= 2"),
+    (lambda: cz.MultiPositive()(EYE, EYE, Y, Y, EYE), "weights are non-negative, one per id, got float32 [3, 3]"),
+    (lambda: cz.NTXent()(view1=EYE, view2=EYE), "Pass views by position: loss(view1, view2)."),
+    (lambda: cz.NTXent(0.1, False), "too many positional arguments … It has: temperature"),
+    (lambda: cz.SupCon()(EYE, Y, None, Y), "SupCon: too many positional arguments"),
     (lambda: cz.SupCon()(EYE, Y, torch.ones(3, 3)), "labels or by a mask, got both"),
+    (lambda: cz.SupCon()(EYE, EYE), "got float32 [3, 3]. Use labels.long()"),
+    (lambda: cz.SupCon()(EYE, Y[:, None]), "got int64 [3, 1]. Use labels.flatten()"),
+    (lambda: cz.TiCo(4)(EYE, EYE), "the covariance is as wide … Construct TiCo(embedding_size=3)"),
+    (lambda: cz.LeJEPA(4)(EYE, EYE), "got float32 [4, 1024] … Construct LeJEPA(embedding_size=3)"),
+    (lambda: cz.LeJEPA(3, global_views=3)(EYE, EYE), "global_views … got 3 of 2 views"),
+    (lambda: cz.Margin(beta=torch.nan), "Margin: beta must be finite, got nan"),
     (lambda: cz.SupCon()(EYE, mask=torch.ones(3, 2)), "a column for each of the 3 samples of all ranks, got float32"),
     (lambda: cz.SupCon(variant="in")(EYE, EYE.long()), "variant='in' takes one label of each sample"),
     (lambda: cz.FastAP(normalize=False), "unit rows"),
@@ -182,6 +190,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MaxSim()(TOKENS[:0], TOKENS[:0]), "the global batch is empty"),
     (lambda: cz.Matryoshka(cz.SupCon(), (1, 2), weights=[1.0]), "one weight for each of 2 terms"),
     (lambda: cz.Matryoshka(cz.SupCon(), (1, 2), weights=[1.0, torch.nan]), "weights must be finite"),
+    (lambda: cz.Matryoshka(cz.ProxyNCA(3, 3), [2])(EYE, Y), "ProxyNCA, of a prefix of 2: … embedding_size=2"),
     (lambda: cz.WeightedSum([]), "one weight for each of 0 terms"),
     (lambda: cz.WeightedSum([cz.SupCon(), nn.MSELoss()]), "this library's, got MSELoss"),
     (lambda: cz.WeightedSum([cz.NTXent(), cz.SupCon]), INSTANCE),
@@ -207,6 +216,13 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.SIGReg(3, num_slices=HUGE)(Z), "SIGReg: num_slices must be a float, or an integer up to 2**53"),
     (lambda: cz.data.GlobalBatchSampler(HUGE, batch_size=2), "num_samples is below 2**60"),
     (lambda: hard_negatives(absolute_margin=True), "scores and margins are numbers"),
+    (lambda: hard_negatives(corpus=EYE[:0]), "the corpus is empty"),
+    (lambda: cz.metrics.evaluate(Z), "labels are missing: call evaluate(embeddings, labels=labels)"),
+    (lambda: judged(ids=None), "judgements name rows by id: pass ids"),
+    (lambda: judged(labels=LABELS), "labels or judgements say which items are relevant, got both"),
+    (lambda: judged(metrics=["knn_accuracy@1"]), "knn_accuracy needs labels, got judgements"),
+    (lambda: judged(Y.float()), "judgements name integer ids, got float32 [3] and int64 [3]"),
+    (lambda: judged([0]), "must be a tensor, got list"),
     (lambda: hard_negatives(queries=np.array(["a", "b"])), "queries must be a tensor"),
     (lambda: cz.collectives.replicated([1.0]), "replicated: x must be a tensor, got list"),
     (lambda: cz.DistributedLoss(third_party, shared="weights"), "shared is the set of the arguments … got 'weights'"),
@@ -227,9 +243,11 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.MemoryQueue(3, 3, dtype=torch.int64), "floating"),
     (lambda: cz.CrossBatchMemory(cz.NTXent(), 8, 3), "NTXent cannot compare a batch with a memory"),
     (lambda: cz.CrossBatchMemory(cz.SupCon(), 8, 3, miner=print), "takes no miner"),
+    (lambda: cz.CrossBatchMemory(cz.SupCon, 8, 3), INSTANCE),
     (lambda: cz.CrossBatchMemory(cz.MaxSim(), 8, 3), "MaxSim cannot compare … InfoNCE"),
     (lambda: cz.CrossBatchMemory(cz.MNRL(in_batch_negatives=False), 8, 3), "MNRL cannot … in_batch_negatives=False"),
     (lambda: cz.MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
+    (lambda: cz.MomentumEncoder(nn.Linear(1, 1)).update(torch.relu), "update takes the encoder that was copied, got"),
     *((lambda x=x: cz.World.of(x), "process_group: a process group, a 1-d") for x in (1, "dp", object)),
     *((lambda x=x: cz.DistributedLoss(x, ring=True), "cannot be computed with ring=True, because") for x in OF_ALL),
     (lambda: cz.DistributedLoss(SUM, ring=True), "WeightedSum cannot … because VICReg"),
