@@ -128,6 +128,18 @@ def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
 
 
 @pytest.mark.path("engines")
+@pytest.mark.parametrize("entry", [x for x in EVERY if x.name in ("NTXent", "SupCon")], ids=str)
+def test_products_of_long_embeddings_are_rounded_once(entry: Entry) -> None:
+    """A softmax over logits of thousands is 0 or 1: it shows in which bits s_ij and s_ji of one tower differ."""
+    loss, rows = entry.make(temperature=0.1, normalize=False), ordinary(entry, 24, 7)
+    rows = [80 * x if x.is_floating_point() else x for x in rows]
+    with cz.engine.plain_formulas():
+        exact, plain = (Result.of(loss, rows, dtype).gradients for dtype in (torch.float64, torch.float32))
+    found = Result.of(loss, rows, torch.float32).gradients
+    assert error(found, exact) <= 2 * error(plain, exact)
+
+
+@pytest.mark.path("engines")
 @pytest.mark.parametrize("entry", [*LOSSES, *(x for x in EVERY if x.name == "CosFace")], ids=str)
 def test_a_graph_may_be_kept_and_a_second_derivative_is_refused_with_the_fix(entry: Entry) -> None:
     loss, rows = entry.make(temperature=0.5).double(), ordinary(entry, 6, 3)

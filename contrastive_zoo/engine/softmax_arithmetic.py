@@ -75,7 +75,7 @@ class ShiftedSums:
     def empty(self, count: int, like: Tensor) -> Tensor:
         return like.new_zeros(count)
 
-    def transform(self, s: Tensor) -> None:
+    def transform(self, s: Tensor, *, diagonal: bool) -> None:
         (s.sub_(self.u) if self.u else s).exp_()
 
     def add(self, total: Tensor, e: Tensor, dim: int) -> None:
@@ -103,8 +103,9 @@ class ExactSums:
     def empty(self, count: int, like: Tensor) -> Tensor:
         return like.new_full((count,), -torch.inf)
 
-    def transform(self, s: Tensor) -> None:
-        pass
+    def transform(self, s: Tensor, *, diagonal: bool) -> None:
+        if diagonal:  # s_ij and s_ji may differ in their last bit: of large logits exp(s_ij − c_j) may then exceed 1
+            s.triu_().add_(s.T.clone().tril_(-1))
 
     def add(self, total: Tensor, s: Tensor, dim: int) -> None:
         torch.logaddexp(total, s.logsumexp(dim), out=total)

@@ -156,7 +156,7 @@ class SoftmaxSweep(Sweep):
                 keep = cached.reserve(tile.nbytes)
                 s = torch.empty_like(tile) if keep else tile
                 self._write_logits(s, left, right, scale, i, j, excluded, local=index == 0, diagonal=diagonal)
-                arithmetic.transform(s)
+                arithmetic.transform(s, diagonal=diagonal)
                 arithmetic.add(row_total[i], s, 1)
                 if self.columnwise and not diagonal:
                     arithmetic.add(column_total[j], s, 0)
@@ -194,7 +194,7 @@ class SoftmaxSweep(Sweep):
                 if s is None:
                     s = tile_of(scratch, i, j)
                     self._write_logits(s, left, right, scale, i, j, excluded, local=index == 0, diagonal=diagonal)
-                    arithmetic.transform(s)
+                    arithmetic.transform(s, diagonal=diagonal)
                 of_columns = None if by_column is None else by_column[j]
                 weights = arithmetic.weights(s, block_weights[i], of_columns, tile_of(out, i, j))
                 if b.inverse is not None:
