@@ -37,7 +37,8 @@ def repeated_tokens(*views: Tensor) -> tuple[Tensor, ...]:
 
 
 REPEATED_TOKENS = row("MaxSim, repeated tokens", dense_max_sim, "views", repeated_tokens, temperature=1.0)
-ENTRIES = [*(x for x in EVERY if x not in WEIGHTS), REPEATED_TOKENS]
+IN_A_SUM = Entry("MaxSim in a sum", lambda **of: cz.Matryoshka(REPEATED_TOKENS.make(**of), (3, 50)), dense_max_sim)
+ENTRIES = [*(x for x in EVERY if x not in WEIGHTS), REPEATED_TOKENS, IN_A_SUM]
 DRAWN = [x for x in ENTRIES if EVERY_CASE or any(name in x.name for name in COMPARE)]
 BY_NAME = {f"{x.name} {x.call}": x for x in ENTRIES}
 Case = tuple[str, int, int, int]

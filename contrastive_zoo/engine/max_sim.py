@@ -97,10 +97,8 @@ def _kth_largest(queries: Float[Tensor, "t d"], tokens: Float[Tensor, "T d"], k:
 def _with_first_of_equals(sets: TokenSets) -> TokenSets:
     of_token = set_of_token(sets.lengths, len(sets.tokens)).to(sets.tokens)
     first = first_of_equals(torch.cat([sets.tokens.detach(), of_token[:, None]], 1))
-    if first is None:
-        return sets
-    factors = None if sets.factors is None else sets.factors[first]
-    return replace(sets, tokens=sets.tokens[first], factors=factors, gathered=None)
+    # only where their gradient goes: what ranks send and have gathered may not depend on the tokens of one of them
+    return sets if first is None else replace(sets, tokens=sets.tokens[first])
 
 
 @without_autocast
