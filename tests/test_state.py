@@ -260,15 +260,16 @@ def test_a_call_that_fails_moves_nothing(case: tuple[str, str], world_size: int,
 
 
 class Remembering(cz.RowLoss):
-    """It counts calls in an attribute, and binds its buffer to a new tensor in each."""
+    """It counts calls in an attribute and in a setting, and binds its buffer to a new tensor in each."""
 
     temperature: Temperature = 0.5
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         self.calls, self.mean = 0, nn.Buffer(torch.zeros((), dtype=torch.float64))
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        self.calls += 1
+        self.calls, self.blocks = self.calls + 1, self.blocks + 1
         self.mean = (self.mean + similarity.detach().mean()) / 2
         logits = self.calls * similarity / self.temperature - self.mean  # type: ignore[operator]  # a number or a tensor
         return logits.logsumexp(1) - logits.where(positive, 0).sum(1), positive.any(1)
@@ -284,10 +285,10 @@ def test_what_a_row_loss_remembers_stays(temperature: Any, worlds: Worlds) -> No
                 loss_fn(*(x.split(shards)[dist.get_rank()] for x in (numbers(6, 3, seed=step), torch.arange(6) % 2)))
                 for step in range(3)
             ]
-        return [*map(float, values), loss.calls, float(loss.mean)]
+        return [*map(float, values), loss.calls, loss.blocks, float(loss.mean)]
 
     (expected,) = worlds.run(1, job)
-    assert expected[3] == 3
+    assert expected[3:5] == [3, 3]
     for found in worlds.run(2, job):
         assert found == pytest.approx(expected, abs=1e-10)
 

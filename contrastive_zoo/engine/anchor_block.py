@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -84,7 +85,8 @@ class BlockLoss:
     row i depends on anchor i only. A loss that adds several means returns them as ``terms`` columns, [c, terms] both. A
     setting that is a tensor is learnable; ``module`` is the user's module that the function calls, if there is one. The
     function compares anchors with ``columns`` more than the candidates, such as class weights, and makes ``matrices`` as
-    large as the similarities of the block, which ``explain`` counts.
+    large as the similarities of the block, which ``explain`` counts. It runs within ``in_force(learnable)``, also where
+    autograd runs a part of it again for a checkpoint.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class BlockLoss:
         columns: int = 0,
         matrices: float = USUAL_MATRICES,
         module: nn.Module | None = None,
+        in_force: Callable[[Mapping[str, Tensor]], AbstractContextManager[object]] = nullcontext,
         **settings: Any,
     ) -> None:
-        self.function, self.settings = function, settings
+        self.function, self.settings, self.in_force = function, settings, in_force
         self.terms, self.columns, self.matrices, self.module = terms, columns, matrices, module
 
     @classmethod
@@ -178,7 +181,7 @@ class RowwiseSweep:
 
     def losses(self) -> tuple[Tensor, Tensor]:
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.loss.terms)
-        with torch.no_grad():
+        with torch.no_grad(), self.loss.in_force(self.learnable):
             candidates = share_across_blocks(self.candidates)
             for rows in anchor_slices(self.anchors, self.columns):
                 losses[rows], counts[rows] = self._block_losses(rows, self.anchors[rows], candidates)
@@ -203,24 +206,25 @@ class RowwiseSweep:
         # allocated once, so that no small tensor stays allocated between blocks
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.loss.terms)
         candidates = share_across_blocks(self.candidates)
-        for rows in anchor_slices(self.anchors, self.columns):
-            with inner_graph():
-                anchors = self.anchors[rows].requires_grad_()
-                block_losses, counts[rows] = self._block_losses(rows, anchors, candidates)
-            losses[rows] = block_losses.detach()
-            if not block_losses.requires_grad:
-                continue
-            weight = torch.ones_like(block_losses) if weights is None else weights[rows].to(block_losses.dtype)
-            inputs = anchors, candidates, *self.learnable.values()
-            danchors[rows], by_candidates, *by_learnable = torch.autograd.grad(
-                block_losses, inputs, weight, allow_unused=True, materialize_grads=True
-            )
-            if by_candidates.is_sparse:
-                dcandidates.index_add_(0, by_candidates._indices()[0], by_candidates._values())
-            else:
-                dcandidates += by_candidates
-            for total, part in zip(dlearnable, by_learnable, strict=True):
-                total += part
+        with self.loss.in_force(self.learnable):
+            for rows in anchor_slices(self.anchors, self.columns):
+                with inner_graph():
+                    anchors = self.anchors[rows].requires_grad_()
+                    block_losses, counts[rows] = self._block_losses(rows, anchors, candidates)
+                losses[rows] = block_losses.detach()
+                if not block_losses.requires_grad:
+                    continue
+                weight = torch.ones_like(block_losses) if weights is None else weights[rows].to(block_losses.dtype)
+                inputs = anchors, candidates, *self.learnable.values()
+                danchors[rows], by_candidates, *by_learnable = torch.autograd.grad(
+                    block_losses, inputs, weight, allow_unused=True, materialize_grads=True
+                )
+                if by_candidates.is_sparse:
+                    dcandidates.index_add_(0, by_candidates._indices()[0], by_candidates._values())
+                else:
+                    dcandidates += by_candidates
+                for total, part in zip(dlearnable, by_learnable, strict=True):
+                    total += part
         dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
         dlearnable = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dlearnable]
         return [losses, counts, danchors, dcandidates, *dlearnable]

@@ -128,7 +128,8 @@ def _dense(
     gathered = all_gather(candidates, shards=layout.candidate_shards, process_group=layout.world)
     block = layout.block(slice(0, len(anchors)), anchors, gathered, first_of_equals(gathered.detach()))
     shared = {name: replicated(x, process_group=layout.world) for name, x in loss.learnable.items()}
-    losses, valid = loss.on_block(block, shared)
+    with loss.in_force(shared):
+        losses, valid = loss.on_block(block, shared)
     return batch.reduce(losses, valid, reduction=reduction)
 
 

@@ -1,7 +1,7 @@
 """Write your own loss in five lines: the losses of anchors from their similarities to all candidates."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -114,23 +114,24 @@ class RowLoss(AnchorLoss):
 
     def block_loss(self, batch: Batch) -> BlockLoss:
         """Return this loss of a block, in which attributes are the settings of this step."""
-        attributes, now = vars(self), vars(batch.settings)
+        now = vars(batch.settings)
         # names with a dot: those of no argument
         values: dict[str, Any] = {f"settings.{name}": x for name, x in now.items() if isinstance(x, Tensor)}
         named = ((name, x) for name, x in self.named_parameters() if name.partition(".")[0] not in now)
         parameters: dict[str, Any] = {f"module.{name}": x for name, x in named if x.requires_grad}
-        others = {name: x for name, x in now.items() if name not in attributes or x is not attributes[name]}
 
         def on_block(block: AnchorBlock, **learnable: Tensor) -> tuple[Tensor, Tensor]:
-            learnt = {name.removeprefix("settings."): learnable[name] for name in values}
-            with _attributes(self, others | learnt):
-                if not parameters:
-                    return self.on_block(block)
-                replaced = {name: learnable[name] for name in parameters}
-                return torch.func.functional_call(_OnBlock(self), replaced, (block,))
+            if not parameters:
+                return self.on_block(block)
+            replaced = {name: learnable[name] for name in parameters}
+            return torch.func.functional_call(_OnBlock(self), replaced, (block,))
+
+        def in_force(learnable: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+            learnt = {name.removeprefix("settings."): x for name, x in learnable.items() if name in values}
+            return _attributes(self, now | learnt)
 
         of_block: dict[str, Any] = {"terms": self.terms, "matrices": self.matrices, "module": self}
-        return BlockLoss(on_block, **of_block, **values, **parameters)
+        return BlockLoss(on_block, in_force=in_force, **of_block, **values, **parameters)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
         if len(args) == 1 and not named and args[0].ndim == 3:  # several views of each sample
@@ -159,16 +160,17 @@ _UNLABELLED = (
 
 @contextmanager
 def _attributes(loss: RowLoss, values: dict[str, Any]) -> Iterator[None]:
-    """Context manager: these are the loss's attributes; each hides the parameter or the module whose value it is."""
+    """Context manager: these are the loss's attributes, which may hide parameters and modules; what the body sets stays."""
     attributes = vars(loss)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
     try:
         yield
     finally:
-        for name in values:
-            attributes.pop(name, None)
-        attributes.update(before)
+        unchanged = {name for name, x in values.items() if attributes.get(name) is x}
+        attributes.update({name: x for name, x in before.items() if name in unchanged})
+        for name in unchanged - before.keys():
+            del attributes[name]
 
 
 class _OnBlock(nn.Module):

@@ -167,21 +167,22 @@ class RankNContrast(Loss, engine="rows"):
 
     def compute(self, batch: Batch) -> Tensor:
         z, labels = batch.candidates("embeddings", normalize=self.normalize), batch.rows["labels"]
-        loss = BlockLoss(self._losses, temperature=batch.settings.temperature)
+        loss = BlockLoss.of(_order_losses, batch.settings)
         return reduce_rows(batch, loss, z, batch.indices(), companions=[(labels, labels)], reduction=self.reduction)
 
-    def _losses(self, block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        points = block.anchors, block.candidates
-        points = points if self.metric == "similarity" else shifted(*points)
-        logits = -dissimilarities(*points, self.metric) / temperature
-        # the anchor itself comes last, and no sum of another candidate contains it
-        farthest_first, order = (-_label_distances(*block.companions[0])).masked_fill(~block.negative, 1).sort(1)
-        # in float32 the gradient of logcumsumexp errs by the rounding of logits, which may be large
-        logits = logits.gather(1, order).to(sum_dtype(logits))
-        ends = torch.searchsorted(farthest_first, farthest_first, right=True)
-        losses = (logits.logcumsumexp(1).gather(1, ends - 1) - logits).to(block.anchors.dtype)
-        others = block.negative.sum(1)
-        return losses[:, :-1].sum(1) / others.clamp(min=1), others > 0
+
+def _order_losses(block: AnchorBlock, temperature: Tensor, metric: Metric) -> tuple[Tensor, Tensor]:
+    points = block.anchors, block.candidates
+    points = points if metric == "similarity" else shifted(*points)
+    logits = -dissimilarities(*points, metric) / temperature
+    # the anchor itself comes last, and no sum of another candidate contains it
+    farthest_first, order = (-_label_distances(*block.companions[0])).masked_fill(~block.negative, 1).sort(1)
+    # in float32 the gradient of logcumsumexp errs by the rounding of logits, which may be large
+    logits = logits.gather(1, order).to(sum_dtype(logits))
+    ends = torch.searchsorted(farthest_first, farthest_first, right=True)
+    losses = (logits.logcumsumexp(1).gather(1, ends - 1) - logits).to(block.anchors.dtype)
+    others = block.negative.sum(1)
+    return losses[:, :-1].sum(1) / others.clamp(min=1), others > 0
 
 
 def _label_distances(labels: Tensor, candidates: Tensor) -> Float[Tensor, "c N"]:

@@ -15,7 +15,7 @@ from contrastive_zoo.engine import plan, tiling
 from contrastive_zoo.loss_base.settings import Bounds, is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, split
-from tests.losses.test_settings import CASES, SUBJECTS, kind_of, said_by
+from tests.losses.test_settings import CASES, LABELLED, SUBJECTS, Checkpointed, kind_of, said_by
 
 STEP = 1e-5
 STARTS = [("Margin", "beta"), ("Margin, by class", "beta")]
@@ -89,6 +89,32 @@ def test_a_tensor_is_learnt_by_the_derivative_of_the_number(name: str, setting: 
         close(found[0], found[-1])
         monkeypatch.setattr(tiling, "BLOCK_BYTES", 500)
     close(found[0], derivative.reshape(()), tolerance=1e-5)  # of the difference quotient
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_backward_pass_computes_with_the_settings_of_its_call(name: str, reduction: str) -> None:
+    found, given = [], {"reduction": reduction} if "reduction" in SUBJECTS[name]().fields else {}
+    for is_set_later in (False, True):
+        torch.manual_seed(0)
+        loss = SUBJECTS[name](**given).double()
+        rows = [x.clone().requires_grad_() if x.is_floating_point() else x for x in SUBJECTS[name].rows]
+        value = loss(*rows)
+        for setting in loss.fields.keys() & vars(loss).keys() if is_set_later else ():
+            setattr(loss, setting, None)
+        value.sum().backward()
+        found.append(torch.cat([x.grad.flatten() for x in rows if x.grad is not None]))
+    close(*found)
+
+
+@pytest.mark.parametrize("form", ["parameter", "module"])
+def test_a_checkpoint_computes_again_with_the_value_of_a_setting(form: str) -> None:
+    """In 32 bits, which a number of 64 bits leaves and a tensor [1] does not."""
+    gradients = []
+    for margin in (0.3, FORMS[form](0.3)):
+        z, labels = LABELLED[0].float().requires_grad_(), LABELLED[1]
+        gradients += torch.autograd.grad(Checkpointed(margin=margin)(z, labels), z)
+    close(*gradients, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("name", "setting"), CONSTANT)

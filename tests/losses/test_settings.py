@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.settings import is_number
+from contrastive_zoo.loss_base.settings import Learnable, is_number
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from tests.helpers import EVERY_CASE, close, numbers
 from tools.vectors.cases import of_entry
@@ -28,6 +29,18 @@ def z(seed: int = 0, *, k: int = 0, dtype: torch.dtype = torch.float64) -> Tenso
 
 VIEWS = (z(1), z(2))
 LABELLED = (z(1), LABELS)
+
+
+class Checkpointed(cz.RowLoss):
+    """A user's loss whose term is computed again for its gradient."""
+
+    margin: Learnable = 0.3
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        def term(x: Tensor) -> Tensor:
+            return ((x + self.margin).exp() * negative).sum(1)
+
+        return checkpoint(term, similarity, use_reentrant=False), negative.any(1)
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,8 @@ def subject(entry: Entry) -> Subject:
 
 SUBJECTS = {x.cls: subject(x) for x in reversed(CATALOGUE.values())}  # of several rows the first
 SUBJECTS["Margin, by class"] = replace(SUBJECTS["Margin"], given={"num_classes": 5})
+SUBJECTS["Triplet, soft"] = replace(SUBJECTS["Triplet"], given={"soft": True})
+SUBJECTS["Checkpointed"] = Subject(Checkpointed, LABELLED, {"margin": ANY})
 SUBJECTS["Triplet, semi-hard"] = Subject(cz.Triplet, LABELLED, {"margin": (0.0, -1.0, *ANY)}, {"mining": "semi-hard"})
 CASES = [(name, setting) for name, subject in SUBJECTS.items() for setting in subject.refused]
 
