@@ -44,6 +44,7 @@ class Statement:
     sizes: Sequence[int] = ()  # numbers of samples; ranks with equal ``compared`` state equally many
     problem: str | None = None  # an error in this rank's input; None if there is none
     results: Mapping[str, float] = field(default_factory=dict)  # those of RESULTS that are compared
+    results_tolerance: float = torch.finfo(torch.float32).eps  # that of the call that left them
     level: float | None = None  # of everything numeric that the loss computes with; None if it is not compared
     state: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that it was made of, for the error
     digests: Sequence[int] = ()  # of each argument; 0 where they are not compared
@@ -187,7 +188,7 @@ def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[in
     """Raise if results of the previous call, parameters or identical arguments differ between ranks."""
     if len({*zip(*_RESULTS_OF(received), strict=True)}) > 1:
         results = {name: _from_bits(received[name]) for name in RESULTS}
-        if difference := results_difference(results, statement.tolerance):
+        if difference := results_difference(results, statement.results_tolerance):
             raise ValueError(f"{statement.caller}: {difference}")
     state = statement.state
     if len({*received["level"]}) > 1:

@@ -58,6 +58,7 @@ class CallHistory:
         self._equal: dict[str, int] = {}  # how many calls in a row an argument has been equal on all ranks
         self.due = False  # whether a few samples of all ranks come with the next handshake
         self._results: dict[str, Callable[[], list[float]]] = {}
+        self.tolerance = 0.0  # of these: that of the last call's embeddings, on every rank that has results
         self._fingerprint: Callable[[], Fingerprint] | None = None
         self.checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 

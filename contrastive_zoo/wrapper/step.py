@@ -155,7 +155,8 @@ class DistributedStep(ABC):
             compared[f"the loss's {name}"] = compared.pop(name)
         statement.compared = arguments | compared
         statement.problem = self._problem(statement)
-        statement.results = history.results()
+        statement.results, statement.results_tolerance = history.results(), history.tolerance
+        history.tolerance = statement.tolerance  # of what this call leaves to compare
         statement.wrapper, statement.made = history.wrapper, history.made
         state = None
         if options.check_equal:
