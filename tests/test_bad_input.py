@@ -102,6 +102,17 @@ class DrawnSetting(nn.Module):
         return 0.1 + torch.rand((), dtype=torch.float64)
 
 
+class Counting(nn.Module):
+    """A third-party loss with a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        return (view1 - view2).square().sum() * self.calls.add_(1).item()
+
+
 class Powered(nn.Module):
     """A loss whose attribute has the name of an option, and whose parameter has that of an argument."""
 
@@ -125,9 +136,8 @@ def in_plain_formulas() -> None:
         cz.DistributedLoss(cz.InfoNCE())(z(), z())
 
 
-def in_a_checkpoint(reentrant: bool) -> None:
-    loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 8, 3))
-    checkpoint(loss, z(), z(seed=20), use_reentrant=reentrant).backward()
+def in_a_checkpoint(loss: nn.Module, reentrant: bool) -> None:
+    checkpoint(cz.DistributedLoss(loss), z(), z(seed=20), use_reentrant=reentrant).backward()
 
 
 def after_a_validation() -> None:
@@ -285,8 +295,10 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "reduction='none'": lambda: wrapped(Drawing(reduction="none"), z(), y()),
     "the loss draws random numbers": lambda: wrapped(Drawing(reduction="none", of_all=True), z(), y()),
     "NTXent: every rank brought the very same embeddings": after_a_validation,
-    "CrossBatchMemory: a backward pass computes the loss again": lambda: in_a_checkpoint(False),
-    "CrossBatchMemory: … as torch.utils.checkpoint does": lambda: in_a_checkpoint(True),
+    "CrossBatchMemory: a backward pass computes the loss again": lambda: in_a_checkpoint(
+        cz.CrossBatchMemory(cz.InfoNCE(), 8, 3), False
+    ),
+    "Counting: … as torch.utils.checkpoint does": lambda: in_a_checkpoint(Counting(), True),
     "ranks disagree on which arguments are one tensor": lambda: wrapped(
         lambda a, b: (a @ b.T).sum(), x := z(), last(x.clone(), x)
     ),

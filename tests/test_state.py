@@ -4,6 +4,8 @@ import copy
 import io
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ from pytorch_metric_learning.miners import BatchHardMiner
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
@@ -341,6 +344,36 @@ def test_a_monitor_refuses_before_the_loss_moves(worlds: Worlds) -> None:
     for text, *state in worlds.run(2, job):
         assert "holds embeddings" in str(text)
         assert state == [[], "Monitor(every=50), call 0"]
+
+
+def two_steps(call: Callable[..., Tensor], case: OwnLoss) -> tuple[str | None, list[Tensor | None]]:
+    """The error of the second step if there is one, and the gradients of its arguments."""
+    for draw in (0, 1):
+        given = [*case.arguments(draw=draw).values()]
+        text = error_message(lambda given=given: call(*given).sum().backward())
+    return text, [x.grad for x in given]
+
+
+@pytest.mark.parametrize("wrap", [cz.DistributedLoss, lambda loss: loss], ids=["wrapped", "bare"])
+def test_what_a_checkpoint_computes_again_moves_no_state(wrap: Any) -> None:
+    """On one process as on several; in eval mode, where no state moves, nothing is refused."""
+    cases = {name: of for name, of in (OF_CATALOGUE | STATEFUL).items() if [*of.make().buffers()]}
+    for (name, case), training, reentrant in product(cases.items(), (True, False), (True, False)):
+        plain = case.make().double().train(training)
+        again = copy.deepcopy(plain)
+        _, expected = two_steps(wrap(plain), case)
+        text, found = two_steps(partial(checkpoint, wrap(again), use_reentrant=reentrant), case)
+        if training and (reentrant or text is not None):
+            assert_says(text, ": a backward pass computes the loss again")
+            found = expected
+        torch.testing.assert_close([*again.buffers(), *found], [*plain.buffers(), *expected], msg=name)
+
+
+def test_a_queue_is_not_filled_again_by_a_backward_pass() -> None:
+    queue = cz.MemoryQueue(8, 3)
+    value = checkpoint(lambda x: queue.enqueue(x).sum() * x.sum(), rows().requires_grad_(), use_reentrant=True)
+    assert_says(error_message(value.backward), "MemoryQueue: a backward pass")
+    assert len(queue) == 4
 
 
 def test_a_checkpoint_holds_the_whole_state_of_every_loss() -> None:

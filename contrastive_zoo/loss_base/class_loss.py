@@ -176,7 +176,7 @@ class ShardableClassLoss(ClassSoftmax, Averages):
     def result(self, batch: Batch, losses: Float[Tensor, " n"], *momentum_and_sums: Any) -> Tensor:
         """Return the reduced losses; in training mode the state, if there is one, moves."""
         loss = batch.reduce(losses, reduction=self.reduction)
-        if self.training and self._buffers:
+        if self.moves:
             self.record(momentum_and_sums)
         return loss
 

@@ -15,6 +15,7 @@ from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
 from contrastive_zoo.engine.tiling import USUAL_MATRICES
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import arguments_problem
+from contrastive_zoo.loss_base.state import computed_again_problem
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import on_cpu
@@ -235,7 +236,7 @@ class Loss(Settings, nn.Module):
         name = type(self).__name__
         problem = arguments_problem(type(self), args, named) or self.settings_problem()
         if problem is None and (self._modules or self._parameters or self._buffers):
-            problem = devices.values_problem(self)
+            problem = devices.values_problem(self) or computed_again_problem(self)
         if problem is not None:
             return CallInputs(name, Inputs({}), problem=problem)
         tensors = [x for x in (*args, *named.values()) if x is not None]

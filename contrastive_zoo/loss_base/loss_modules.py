@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks.row_checks import in_one_line
 
 _NUMBERS = (float, bool, int, type(None))  # types of most settings, whose text is one line
@@ -123,11 +122,6 @@ class LossModules:
     @functools.cached_property
     def has_buffers(self) -> bool:
         return any(map(attrgetter("_buffers"), self.by_path.values()))
-
-    @property
-    def in_one_step(self) -> bool:
-        """Whether calls leave the state as it is until the end of :func:`one_step`."""
-        return any(isinstance(x, Stateful) and x.one_step is not None for x in self.by_path.values())
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.row_checks import described
 
 
@@ -36,6 +37,11 @@ class Stateful(nn.Module):
     """A module whose state moves once a call; in the body of :func:`one_step`, once for all calls."""
 
     one_step: OpenStep | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether a call in this mode, with these settings, moves the state."""
+        return self.training and bool(self._buffers)
 
     def move(self, calls: Sequence[Any]) -> None:
         """Move the state by the statistics of the calls of one step."""
@@ -152,6 +158,18 @@ def _stateful(module: Any) -> Iterator[Stateful]:
         )
     for child in module.children():
         yield from _stateful(child)
+
+
+def computed_again_problem(module: nn.Module) -> str | None:
+    """Return why a backward pass must not call a module whose state moves, in words, or None."""
+    repeats = in_backward() and any(isinstance(x, Stateful) and x.moves for x in module.modules())
+    return COMPUTED_AGAIN if repeats else None
+
+
+COMPUTED_AGAIN = (
+    "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
+    "centre, a running statistic). Put the encoder under the checkpoint and leave the loss out."
+)
 
 
 @contextmanager

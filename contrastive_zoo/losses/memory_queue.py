@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss_modules import without_ddp
 from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
-from contrastive_zoo.loss_base.state import Stateful, move_towards
+from contrastive_zoo.loss_base.state import Stateful, computed_again_problem, move_towards
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import is_fsdp, is_in_fsdp, values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
@@ -132,7 +132,7 @@ class MemoryQueue(Settings, Stateful):
                 one per embedding, or ranks that differ in dtype or arguments.
         """
         world = World.of(process_group, "MemoryQueue")
-        if problem := values_problem(self) or tensor_problem("rows", rows):
+        if problem := values_problem(self) or computed_again_problem(self) or tensor_problem("rows", rows):
             refuse("MemoryQueue", problem, world=world)
         rows = rows.detach()
         arguments = {"rows": rows, "labels": labels, "enqueue_mask": enqueue_mask}

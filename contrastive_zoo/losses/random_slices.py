@@ -37,7 +37,7 @@ class _Sliced(Loss, Stateful, engine="statistics"):
     def compute(self, batch: Batch) -> Tensor:
         z = torch.stack([batch.prepared(x, normalize=False) for x in batch.rows.values()], 1)
         loss = self.of_views(batch, z)
-        if self.training:
+        if self.moves:
             self.record(None)
         return loss
 

@@ -200,7 +200,7 @@ class TiCo(TwoViewLoss, Averages, engine="statistics"):
         sums = torch.cat([total.detach().flatten(), total.new_full((1,), batch.total)])
         (contrast,) = self.moved(beta, sums)
         loss = batch.reduce(1 - (a * b).sum(1)) + batch.settings.rho * (total / batch.total * contrast).sum()
-        if self.training:
+        if self.moves:
             self.record((beta, sums))
         return loss
 

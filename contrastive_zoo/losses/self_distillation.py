@@ -135,7 +135,7 @@ class DINO(Loss, Averages, engine="statistics"):
         if self.centering == "sinkhorn":
             return [*[Summed(self.out_dim * stated.wide)] * (2 * self.iterations), *super().entries(stated)]
         centre = Summed(self.centre.nbytes + self.centre.dtype.itemsize)
-        return [*([centre] if self.training else []), *super().entries(stated)]
+        return [*([centre] if self.moves else []), *super().entries(stated)]
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.cross_entropies(batch)
@@ -160,11 +160,15 @@ class DINO(Loss, Averages, engine="statistics"):
 
     def result(self, batch: Batch, loss: Tensor) -> Tensor:
         """Return the loss; in training, move the centre."""
-        if self.centering != "sinkhorn" and self.training:
+        if self.moves:
             rows = batch.rows["teacher"].detach().flatten(0, -2).to(self.centre.dtype)
             total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
             self.record((batch.settings.centre_momentum, total))
         return loss
+
+    @property
+    def moves(self) -> bool:
+        return super().moves and self.centering != "sinkhorn"
 
     def averages(self, sums: Tensor) -> dict[str, Tensor]:
         return {"centre": (sums[:-1] / sums[-1]).where(sums[-1] > 0, self.centre.to(sums))}

@@ -131,7 +131,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
         losses = t * (log_u + ratio - ratio.detach() + batch.settings.rho - (0 if self.bimodal else positive))
         has_negatives = torch.full_like(losses[0], batch.total > 1)
         loss = batch.reduce(losses.mean(0), has_negatives, reduction=self.reduction)
-        if self.training and batch.total > 1:
+        if self.moves and batch.total > 1:
             self.record((ids, batch.gather_detached(of_samples.T), gamma))
         return loss
 

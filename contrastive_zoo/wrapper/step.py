@@ -16,7 +16,7 @@ from contrastive_zoo.engine.implementation import CHOOSES_KERNELS, NO_KERNELS, i
 from contrastive_zoo.engine.plan import Needs, Plan, Situation, choose
 from contrastive_zoo.loss_base.loss import CallInputs, Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
-from contrastive_zoo.loss_base.state import state_kept_on_error
+from contrastive_zoo.loss_base.state import COMPUTED_AGAIN, state_kept_on_error
 from contrastive_zoo.ranks.adjoints import device_of, gathered_rows, scale_gradient
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
@@ -131,8 +131,7 @@ class DistributedStep(ABC):
         if of_all and self.options.check_equal:
             history.remember_value(value)
         history.draws |= session.findings.draws
-        moved = self.modules.has_buffers and self.modules.buffers_changed(before)
-        history.keeps_state = moved or self.modules.in_one_step
+        history.keeps_state = self.modules.has_buffers and self.modules.buffers_changed(before)
         history.calls += 1
         if self.observer is not None:
             self.observer.observe(self.modules.loss, self.rows, agreed.shards, session)
@@ -175,7 +174,7 @@ class DistributedStep(ABC):
         problem = history.values_problem() if history.checks else None
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and in_backward():
-            problem = problem or _COMPUTED_AGAIN
+            problem = problem or COMPUTED_AGAIN
         problem = problem or statement.problem or (None if history.calls else self.modules.lazy_problem())
         problem = problem or (first_non_finite(self.rows) if self.session.check_finite else None)
         problem = problem or (None if self.observer is None else self.observer.problem(self.rows))
@@ -377,9 +376,4 @@ _EQUAL_AGAIN = (
     "{path} was equal on every rank at two calls in a row. If each rank numbers its samples from 0, as torch.arange(n) does,"
     " number those of all ranks, such as torch.arange(n) + rank * n. If it is one tensor for all ranks, pass "
     "DistributedLoss(loss, shared={{{quoted}}}). batch_dim={{{quoted}: 0}} says that its samples are equal by chance."
-)
-
-_COMPUTED_AGAIN = (
-    "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
-    "centre, a running statistic). Put the encoder under the checkpoint and leave the loss out."
 )
