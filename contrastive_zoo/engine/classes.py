@@ -134,7 +134,7 @@ class ClassPairs:
         others = [columns, *of_columns, *(x.to(z) if isinstance(x, Tensor) else z.new_full((), x) for x in numbers)]
         centers = rows[0].shape[1:-1].numel() * columns.shape[1:-1].numel()  # of a class
         height = block_rows(4 * len(columns) * centers, z.dtype)  # a block makes several matrices
-        return by_blocks(on_block, len(rows[0]) if self.batch.plan.is_plain else height, rows, others)
+        return by_blocks(on_block, height, rows, others, plain=self.batch.plan.is_plain)
 
     def drawn(self, count: int, step: Int[Tensor, ""]) -> "ClassPairs":
         """Return those to so many classes: these of all ranks' embeddings, even if they are more, and others at random.

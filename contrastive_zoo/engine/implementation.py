@@ -21,7 +21,7 @@ def plain_formulas() -> Iterator[None]:
     or a meta-learning step runs the loss under this context instead. Value and gradients are the same. Across ranks,
     differentiate the bare loss, ``NTXent()(…, world=World.of())``, whose gradients are the plain derivatives:
     ``DistributedLoss`` multiplies the gradients of embeddings by the number that the trainer divides by, and would do
-    so at each order. (Small batches on one process run as plain autograd anyway.)
+    so at each order.
 
     Examples:
         >>> import torch

@@ -10,7 +10,7 @@ import torch
 from contrastive_zoo.engine.implementation import LARGEST_MATRIX, NO_KERNELS, Kernels
 from contrastive_zoo.ranks.world import Shards
 
-Engine = Literal["softmax", "sigmoid", "rows", "classes", "tokens", "statistics", "sum", "other"]
+Engine = Literal["softmax", "sigmoid", "rows", "classes", "tokens", "statistics", "slices", "sum", "other"]
 """What computes a loss. A ``"sum"`` is a sum of losses, each with an engine of its own."""
 
 Work = Literal["alone", "all on every rank", "own anchors"]
@@ -184,7 +184,7 @@ def _movement(work: Work, needs: Needs, situation: Situation) -> tuple[Movement,
         if situation.payload:
             return "with the handshake", "they fit behind the header of the handshake"
         return "gather", "they did not come with the handshake"
-    if needs.engine in ("statistics", "classes"):
+    if needs.engine in ("statistics", "slices", "classes"):
         return "none", "ranks add up statistics"
     if needs.engine == "other":
         return "gather", "the loss gathers what it needs"
@@ -225,6 +225,7 @@ _BY_ENGINE: Mapping[Engine, tuple[Arithmetic, str, None]] = {
     "classes": ("blocks", "embeddings are compared with class weights, some embeddings at a time", None),
     "tokens": ("tiles", "tokens of queries are compared with those of some documents at a time", None),
     "statistics": ("plain", "no pairs of samples are compared", None),
+    "slices": ("blocks", "projections of all samples are computed some at a time", None),
     "sum": ("plain", "each loss of the sum has its own", None),
     "other": ("plain", "the loss computes as it is written", None),
 }

@@ -44,14 +44,15 @@ def balanced_assignment(
     return log_q.softmax(-1)
 
 
-def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
+def waves(batch: Batch, x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
     """Return Σ_i cos(t_j x_i) and Σ_i sin(t_j x_i), some points at a time; the backward pass computes them again."""
 
     def sums(t: Tensor, x: Tensor) -> Tensor:
         angles = t[:, None, None] * x
         return torch.stack([angles.cos().sum(1), angles.sin().sum(1)], 1)
 
-    return by_blocks(sums, max(1, tile_bytes(on_cpu=x.is_cpu) // max(1, x.nbytes)), [t], [x]).transpose(0, 1)
+    height = max(1, tile_bytes(on_cpu=x.is_cpu) // max(1, x.nbytes))
+    return by_blocks(sums, height, [t], [x], plain=batch.plan.is_plain).transpose(0, 1)
 
 
 def sliced_distance(
@@ -73,7 +74,8 @@ def sliced_distance(
 
     matrices = 6 * len(views)  # of the projections' size: sorted ones, their indices, expected ones, differences
     height = max(1, tile_bytes(on_cpu=z.is_cpu) // (matrices * batch.total * z.element_size()))
-    return batch.sum(by_blocks(errors, height, [local], views).sum(), gradient="complete") / (len(unit) * len(views))
+    total = by_blocks(errors, height, [local], views, plain=batch.plan.is_plain).sum()
+    return batch.sum(total, gradient="complete") / (len(unit) * len(views))
 
 
 def log_potentials(batch: Batch, views: Sequence[Candidates], scale: float | Tensor) -> Float[Tensor, " v"]:

@@ -82,10 +82,10 @@ def block_height(row_bytes: int, available: int, *, on_cpu: bool) -> int:
 
 
 def by_blocks(
-    function: Callable[..., Tensor], height: int, rows: Sequence[Tensor], others: Sequence[Tensor]
+    function: Callable[..., Tensor], height: int, rows: Sequence[Tensor], others: Sequence[Tensor], *, plain: bool
 ) -> Float[Tensor, "n ..."]:
-    """Return ``function(*rows, *others)``; of more rows than so many, some at a time, which the backward pass repeats."""
-    if len(rows[0]) <= height:
+    """Return ``function(*rows, *others)``: at once if ``plain``; else so many rows at a time, again in the backward pass."""
+    if plain or len(rows[0]) <= height:
         return function(*rows, *others)
     result: Tensor = _ByBlocks.apply(function, height, len(rows), *rows, *others)
     return result

@@ -32,6 +32,7 @@ NO_RING: Mapping[Engine, str] = {
     "rows": "it compares each anchor with all candidates at once",
     "classes": _SENDS_NO_EMBEDDINGS,
     "statistics": _SENDS_NO_EMBEDDINGS,
+    "slices": "it compares the projections of all samples at once",
     "other": "its compute() gathers what it needs",
 }
 """Why candidates cannot pass from rank to rank, by the engine of a loss."""

@@ -23,7 +23,7 @@ from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.row_checks import described
 
 
-class _Sliced(Loss, Stateful, engine="statistics"):
+class _Sliced(Loss, Stateful, engine="slices"):
     """A loss of projections on random directions, others in each step."""
 
     embedding_size: Size = field(kw_only=False)
@@ -144,7 +144,7 @@ class SIGReg(_Sliced):
         t = torch.linspace(0, batch.settings.limit, batch.settings.num_points, dtype=z.dtype, device=z.device)
         normal = (-t.square() / 2).exp()
         projected = matmul(z.flatten(0, 1), unit).unflatten(0, z.shape[:2]).flatten(1)
-        real, imaginary = batch.sum(waves(projected, t), gradient="complete") / batch.total
+        real, imaginary = batch.sum(waves(batch, projected, t), gradient="complete") / batch.total
         errors = (real - normal[:, None]).square() + imaginary.square()
         return 2 * batch.total * torch.trapezoid(errors.mean(1) * normal, t)
 
