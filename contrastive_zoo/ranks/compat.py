@@ -46,6 +46,9 @@ next_node: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  
 unseen: Any = torch._C.DisableTorchFunction
 """Context manager: modes of torch functions, such as spmd_types' checker, do not see what is called."""
 
+plain_results: Any = torch._C.DisableTorchFunctionSubclass
+"""Context manager: operations on a subclass such as fastai's TensorBase return a Tensor; modes still see them."""
+
 _c10d: Any = dist.distributed_c10d
 
 

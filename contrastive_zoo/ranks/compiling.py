@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from contrastive_zoo.ranks.compat import plain_results
 from contrastive_zoo.ranks.messages import report
 
 P = ParamSpec("P")
@@ -29,7 +30,15 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Function(torch.autograd.Function):
-    """A function at whose backward pass a graph that is being compiled breaks off: a step may call ``backward()``, too."""
+    """A function at whose backward pass a graph that is being compiled breaks off: a step may call ``backward()``, too.
+
+    Within it tensors of a subclass are plain: one whose ``__torch_function__`` is torch's cannot hold a sparse gradient.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        with plain_results():
+            return super().apply(*args)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -45,7 +54,8 @@ def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
             torch._dynamo.graph_break()
             return torch.compiler.disable(backward)(ctx, *gradients)
         try:
-            return backward(ctx, *gradients)
+            with plain_results():
+                return backward(ctx, *gradients)
         except BaseException as error:
             world = getattr(getattr(ctx, "sweep", ctx), "world", None)
             if world is not None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,6 +17,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block, hinges, implementation, masked, pairwise, tiling
 from contrastive_zoo.engine.anchor_block import class_numbers, class_numbers_as_floats, only_positives
 from contrastive_zoo.ranks import devices
+from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
 from tests.simulated import value_and_gradients
 
@@ -204,3 +206,23 @@ def test_an_accelerator_numbers_classes_as_a_cpu(ids: list[int]) -> None:
     assert found_counts.tolist() == counts.tolist() + [0] * (len(ids) - len(counts))
     assert torch.equal(found_partners, torch.arange(len(ids)) if partners is None else partners)
     assert class_numbers_as_floats(x).tolist() == classes.tolist()
+
+
+class Tagged(Tensor):
+    """As fastai's TensorBase and MONAI's MetaTensor, which encoders pass on."""
+
+
+HARD = cz.Triplet(mining="hard"), cz.Triplet(mining="hard", reduction="none"), cz.Margin(num_classes=2)
+
+
+@pytest.mark.parametrize("loss", [*HARD, cz.MegaBatchMargin()], ids=str)
+def test_embeddings_may_be_of_a_subclass(loss: Any, worlds: Worlds) -> None:
+    """A sparse gradient cannot be of one."""
+
+    def job(kind: type[Tensor]) -> Tensor:
+        z = numbers(5, 3, seed=dist.get_rank()).as_subclass(kind).requires_grad_()
+        others = 2 * z if isinstance(loss, cz.MegaBatchMargin) else torch.arange(5).as_subclass(kind) % 2
+        cz.DistributedLoss(loss)(z, others).sum().backward()
+        return z.grad.as_subclass(Tensor)
+
+    torch.testing.assert_close(worlds.run(2, job, Tagged), worlds.run(2, job, Tensor))
