@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -116,6 +116,23 @@ def test_every_loss_costs_what_32_bits_cost(entry: Entry, inputs: str, shape: Sh
         assert result.value.dtype == torch.float32
         assert {x.dtype for x in result.gradients} == {dtype}
         bound.check(result)
+
+
+CONCATENATING = [lambda: cz.SwAV(3, 3), lambda: cz.MSN(3, 3), lambda: cz.CrossBatchMemory(cz.InfoNCE(), 8, 3)]
+CONCATENATING += [lambda: cz.WeightedSum([cz.NTXent(), cz.NTXent(temperature=0.2)])]
+
+
+@pytest.mark.parametrize("made", CONCATENATING)
+def test_float16_may_come_under_autocast_to_bfloat16(made: Callable[[], Any], worlds: Worlds) -> None:
+    """torch.cat refuses it then."""
+
+    def job(autocast: bool) -> list[float]:
+        torch.manual_seed(0)
+        loss, views = cz.DistributedLoss(made()), numbers(2, 4, 3, seed=dist.get_rank()).half()
+        with splitting(always=True), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return [loss(*views).item() for _ in range(2)]
+
+    assert worlds.run(2, job, True) == worlds.run(2, job, False)
 
 
 @pytest.mark.parametrize("entry", EVERY[:: 1 if EVERY_CASE else 2], ids=str)

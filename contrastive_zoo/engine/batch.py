@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.plan import ALONE, Plan
-from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, matmul, sum_dtype, unit_rows, without_autocast
+from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, joined, matmul, prepared, sum_dtype
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.devices import ValueCheck
@@ -107,7 +107,7 @@ class Batch:
 
     def candidates(self, *names: str, normalize: bool) -> "Candidates":
         """Return the prepared embeddings of these names, concatenated, [n, d]."""
-        local = _joined(normalize, *(self.rows[name] for name in names)).flatten(0, -2)
+        local = joined(*(self.rows[name] for name in names), normalize=normalize).flatten(0, -2)
         return Candidates(local, self, names, normalize)
 
     def gather_shared(self, *names: str, normalize: bool | None) -> Tensor | None:
@@ -117,15 +117,12 @@ class Batch:
             return None
         parts = [x.gathered().split(self.shards[name].sizes) for name, x in zip(names, shared, strict=True) if x]
         with torch.no_grad():
-            return torch.cat([_joined(normalize, *of_rank) for of_rank in zip(*parts, strict=True)]).flatten(0, -2)
+            of_ranks = (joined(*x, normalize=normalize) for x in zip(*parts, strict=True))
+            return joined(*of_ranks, normalize=None).flatten(0, -2)
 
     def factors(self, rows: Sequence[Tensor]) -> list[Tensor] | None:
         """Return embeddings of 16 bits, which matmuls take and ranks send as they came: unit ones would be rounded."""
         return None if self.plan.is_plain or not is_16_bit(rows[0].dtype) else [*rows]
-
-    @without_autocast
-    def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
-        return torch.cat([*rows])
 
     def prefix(self, width: int) -> "Batch":
         """Return the batch with the first features of each embedding only."""
@@ -242,18 +239,6 @@ class Batch:
 
 
 _LEAST_IDS = 8  # of a rank: a small data set repeats fewer by chance, a sampler a few in its last batch
-
-
-def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
-    wide = at_least_float32(rows)
-    return unit_rows(wide) if normalize else wide
-
-
-@without_autocast
-def _joined(normalize: bool | None, *rows: Tensor) -> Tensor:
-    """Return rows of equal length, prepared unless ``normalize`` is None, and concatenated."""
-    parts = rows if normalize is None else [prepared(x, normalize=normalize) for x in rows]
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, is_embedding
+from contrastive_zoo.engine.precision import concatenated
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, small_batch_siglip
@@ -74,8 +75,8 @@ class ViewPairs(_Pairs):
         """Return the log-sum-exps over all but the anchor and its positives, view after view, and the positives' logits."""
         n, count = len(self.rows[0]), len(self.rows)
         others, _, logits = log_sum_exps(
-            self.batch.concatenated(self.rows), partners=Partners([n * step for step in range(1, count)]),
-            factors=None if self.factors is None else [self.batch.concatenated(self.factors)],
+            concatenated(*self.rows), partners=Partners([n * step for step in range(1, count)]),
+            factors=None if self.factors is None else [concatenated(*self.factors)],
             row_shards=self.batch.samples.times(count), gathered=self._gather_shared(*range(count)), **self._settings,
         )  # fmt: skip
         # each pair counts for both of its views; logits[step - 1] are those of a view and the one ``step`` later

@@ -37,6 +37,12 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+@without_autocast
+def concatenated(*tensors: Tensor, dim: int = 0) -> Tensor:
+    """Return ``torch.cat(tensors, dim)``, which autocast to bfloat16 refuses of float16, and the reverse."""
+    return torch.cat(tensors, dim)
+
+
 def is_16_bit(dtype: torch.dtype | None) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
@@ -113,6 +119,18 @@ def unit_rows(x: Tensor) -> Tensor:
     if is_dense() or x.numel() <= SMALL_ELEMENTS:
         return torch.nn.functional.normalize(x, dim=-1)
     return _UnitRows.apply(x)
+
+
+def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
+    wide = at_least_float32(rows)
+    return unit_rows(wide) if normalize else wide
+
+
+@without_autocast
+def joined(*rows: Tensor, normalize: bool | None) -> Tensor:
+    """Return rows of equal length, prepared unless ``normalize`` is None, and concatenated."""
+    parts = rows if normalize is None else [prepared(x, normalize=normalize) for x in rows]
+    return parts[0] if len(parts) == 1 else concatenated(*parts)
 
 
 SMALL_ELEMENTS = 2**16  # elements up to which autograd is quicker than passes chunk by chunk

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from contrastive_zoo.engine.precision import concatenated
 from contrastive_zoo.loss_base.loss_modules import without_ddp
 from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
@@ -190,7 +191,7 @@ class MemoryQueue(Settings, Stateful):
         return ((self.pointer + order) % self.size)[-self.size :]
 
     def move(self, calls: Sequence[tuple[Tensor, Tensor]]) -> None:
-        rows, labels = map(torch.cat, zip(*calls, strict=True))
+        rows, labels = (concatenated(*x) for x in zip(*calls, strict=True))
         slots = self._next_slots(len(rows))
         self.embeddings[slots] = rows[-self.size :].to(self.embeddings.dtype)
         self.ids[slots] = labels[-self.size :]

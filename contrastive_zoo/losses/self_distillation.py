@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.cost import Entry, Local, Shared, Summed
-from contrastive_zoo.engine.precision import at_least_float32, matmul
+from contrastive_zoo.engine.precision import at_least_float32, concatenated, matmul
 from contrastive_zoo.engine.statistics import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss, of_views
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
@@ -328,7 +328,8 @@ class SwAV(_ClusterLoss, ViewLoss, engine="statistics"):
     def compute(self, batch: Batch) -> Tensor:
         settings, views = batch.settings, len(batch.rows)
         scale = batch.scale(settings.temperature)
-        scores = self.similarities(batch, torch.stack([*batch.rows.values()]))  # view, sample, cluster
+        rows = concatenated(*(x[None] for x in batch.rows.values()))
+        scores = self.similarities(batch, rows)  # view, sample, cluster
         of_codes = scores.detach()[: settings.code_views]
         codes = balanced_assignment(batch, of_codes, epsilon=settings.epsilon, iterations=settings.iterations)
         predicted = (scale * scores).log_softmax(2)
@@ -386,7 +387,7 @@ class MSN(_ClusterLoss, engine="statistics"):
     def compute(self, batch: Batch) -> Tensor:
         student, teacher = batch.rows.values()
         views = student if student.ndim == 3 else student[:, None]
-        scores = self.similarities(batch, torch.cat([views, teacher.detach()[:, None]], 1))
+        scores = self.similarities(batch, concatenated(views, teacher.detach()[:, None], dim=1))
         predicted = (batch.scale(batch.settings.temperature) * scores[:, :-1]).log_softmax(2)
         sharpened = (scores[:, -1].detach() / batch.settings.teacher_temperature).log_softmax(1)
         targets = balanced_assignment(batch, sharpened, epsilon=1.0, iterations=self.iterations)
