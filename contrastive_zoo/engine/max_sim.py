@@ -185,6 +185,14 @@ class MaxSimSweep(Sweep):
     document_shards: Shards
     floor: Tensor | None = None  # of the local queries
 
+    def operand(self, rows: Tensor) -> Operand:
+        """Return factors about as long as unit rows: the largest product of very short ones must not underflow."""
+        factors: Operand = super().operand(rows)
+        if factors.inverse is None:
+            return factors
+        mantissa = torch.frexp(factors.inverse).mantissa  # the rest is a power of two, which rounds nothing
+        return Operand(rows * (factors.inverse / mantissa)[:, None], mantissa)
+
     def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of a rank's documents: their columns of the scores, and which of the rank's tokens they have."""
         elements = tiling.tile_bytes(on_cpu=queries.is_cpu) // queries.dtype.itemsize

@@ -52,6 +52,17 @@ def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
     assert sent == [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize("loss", [cz.MaxSim(), cz.MaxSimPairwise()], ids=str)
+def test_products_of_the_shortest_tokens_select_one(loss: Any) -> None:
+    """Products of these numbers are 0 in float32, and no token would be the best one."""
+    tokens = [(x[:, None].repeat(1, 2, 1) * numbers(2, 4, seed=9) * 1e-24).bfloat16() for x in VIEWS[:2]]
+    found = value_and_gradients(loss, tokens)
+    with cz.engine.plain_formulas():
+        expected = value_and_gradients(loss, [x.double() for x in tokens])
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x / y.abs().amax(), y / y.abs().amax(), rtol=0, atol=5e-3, check_dtype=False)
+
+
 @pytest.mark.parametrize(
     "make",
     [cz.MaxSim, lambda: cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()]), lambda: cz.Matryoshka(cz.MaxSim(), (2, 4))],
