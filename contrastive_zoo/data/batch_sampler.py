@@ -41,7 +41,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     part of each, a list of sample indices, which may be empty: collate it with :class:`CollateEmptyBatches`.
 
     Iteration does not change the position, since a DataLoader reads ahead of the training. :meth:`set_epoch` and
-    :meth:`load_state_dict` do. A trainer that asks for ``drop_last`` would split parts again, and gets a ValueError.
+    :meth:`set_position` do. A trainer that asks for ``drop_last`` would split parts again, and gets a ValueError.
 
     Construct it on every rank: ranks compare their data and settings. A :class:`contrastive_zoo.World` as
     ``process_group`` is that world's view, without messages.
@@ -81,6 +81,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     ) -> None:
         self.seed, self.process_group = seed, process_group
         self.epoch = self.step = 0
+        self._earliest_epoch = 0  # the one that was set or loaded, until a batch is drawn
         self._drop_last = drop_last
         world = World.of(process_group, type(self).__name__)
         if problem is None and not is_integer(seed, at_least=0):
@@ -118,7 +119,19 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         return even_bounds(len(batch), world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each global batch, from the position on."""
+        """Yield this rank's part of each global batch, from the position on.
+
+        Raises:
+            ValueError: an epoch was set or loaded, and then an earlier one, before a batch was drawn.
+        """
+        if self.epoch < self._earliest_epoch:  # a loader that counts epochs itself has set it
+            raise ValueError(
+                f"{type(self).__name__}: epoch {self._earliest_epoch} was set or loaded, so the next batch is of that epoch "
+                f"or a later one, got epoch {self.epoch}. With a loader that Accelerate has prepared, call "
+                "loader.set_epoch(epoch) in place of sampler.set_epoch(epoch); to go back, call "
+                f"sampler.set_position({{'epoch': {self.epoch}, 'step': 0}})."
+            )
+        self._earliest_epoch = 0
         world = World.of(self.process_group)
         for batch in self._of_epoch()[self.step :]:
             bounds = self.bounds(batch, world.size)
@@ -143,8 +156,9 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             raise ValueError(f"{type(self).__name__}: an epoch is an integer in 0 … 2**62, got {epoch!r}.")
         if epoch != self.epoch:
             self.epoch, self.step = int(epoch), 0
+        self._earliest_epoch = max(self._earliest_epoch, self.epoch)
 
-    def state_dict(self, *, step: int) -> dict[str, Any]:
+    def get_position(self, *, step: int) -> dict[str, Any]:
         """Return the position after ``step`` batches of the epoch, which you count: a DataLoader's workers have read more.
 
         After the last batch the position is the beginning of the next epoch.
@@ -156,25 +170,26 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         epoch, step = (self.epoch, int(step)) if step < len(self) else (self.epoch + 1, 0)
         return {"epoch": epoch, "step": step, "digest": self._digest}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def set_position(self, position: Mapping[str, Any]) -> None:
         """Continue at a position, a dict with ``epoch`` and ``step``, on any number of ranks.
 
         Raises:
             ValueError: no position, or one of other data, another seed or other settings.
         """
         name = type(self).__name__
-        if not (isinstance(state, Mapping) and {"epoch", "step"} <= state.keys()):
-            got = sorted(state) if isinstance(state, Mapping) else described(state)
+        if not (isinstance(position, Mapping) and {"epoch", "step"} <= position.keys()):
+            got = sorted(position) if isinstance(position, Mapping) else described(position)
             raise ValueError(f"{name}: a position has an epoch and a step, got {got}.")
-        if state.get("digest", self._digest) != self._digest:
+        if position.get("digest", self._digest) != self._digest:
             raise ValueError(
                 f"{name}: the position belongs to a sampler of other data, another seed or other settings. Construct the "
                 "sampler as before; to begin at a position of other batches, pass only its epoch and step."
             )
-        position = copy.copy(self)  # what is refused changes nothing here
-        position.set_epoch(state["epoch"])
-        position._check_step(state["step"])
-        self.epoch, self.step, self._batches = position.epoch, int(state["step"]), position._batches
+        moved = copy.copy(self)  # what is refused changes nothing here
+        moved.set_epoch(position["epoch"])
+        moved._check_step(position["step"])
+        self.epoch, self.step, self._batches = moved.epoch, int(position["step"]), moved._batches
+        self._earliest_epoch = self.epoch
 
     def _check_step(self, step: Any) -> None:
         if not is_integer(step, at_least=0) or step > len(self):
@@ -196,7 +211,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             f"{type(self).__name__}: the trainer would split the batches over the ranks again, but this sampler has split "
             "them. Accelerate, Hugging Face: do not prepare the loader, or pass it through "
             "accelerate.data_loader.prepare_data_loader(loader, accelerator.device, num_processes=1, process_index=0, "
-            "put_on_device=True). Lightning: use_distributed_sampler=False."
+            "put_on_device=True) and call loader.set_epoch(epoch). Lightning: use_distributed_sampler=False."
         )
 
     @property

@@ -29,12 +29,12 @@ class Training:
 
     def state_dict(self):
         modules, optimizer = get_state_dict(self.modules, self.optimizer)
-        return {"modules": modules, "optimizer": optimizer, "sampler": self.sampler.state_dict(step=0)}
+        return {"modules": modules, "optimizer": optimizer, "sampler": self.sampler.get_position(step=0)}
 
     def load_state_dict(self, state):
         modules, optimizer = state["modules"], state["optimizer"]
         set_state_dict(self.modules, self.optimizer, model_state_dict=modules, optim_state_dict=optimizer)
-        self.sampler.load_state_dict(state["sampler"])
+        self.sampler.set_position(state["sampler"])
 
     def run(self, epoch):
         self.sampler.set_epoch(epoch)

@@ -49,7 +49,7 @@ class SamplerTrial:
         """Return the parts of each batch from a position on, by default the beginning of the epoch."""
         samplers = [self.make(process_group=World(rank, world_size)) for rank in range(world_size)]
         for sampler in samplers:
-            sampler.load_state_dict({"epoch": self.epoch, "step": 0} | position)
+            sampler.set_position({"epoch": self.epoch, "step": 0} | position)
         with torch.device("meta"):  # the user's default device
             return [list(parts) for parts in zip_longest(*samplers, fillvalue=[])]
 
@@ -169,7 +169,7 @@ def same_after_resume(trial: SamplerTrial) -> bool:
     step = trial.step % (len(trial.alone) + 1)
     before = trial.make(process_group=World(0, trial.world_size))
     before.set_epoch(trial.epoch)
-    found = merged(trial.yielded(trial.other_world_size, **before.state_dict(step=step)))
+    found = merged(trial.yielded(trial.other_world_size, **before.get_position(step=step)))
     return found == (trial.alone[step:] or trial.next_epoch)
 
 
@@ -317,7 +317,7 @@ MISTAKES: dict[Callable[[SamplerTrial], bool], tuple[type[BaseBatchSampler], dic
     each_sample_once: (GlobalBatchSampler, {"__iter__": padded}),
     even_shares: (GlobalBatchSampler, {"bounds": remainder_to_the_last}),
     # the epoch begins again
-    same_after_resume: (GlobalBatchSampler, {"load_state_dict": lambda self, state: self.set_epoch(state["epoch"])}),
+    same_after_resume: (GlobalBatchSampler, {"set_position": lambda self, position: self.set_epoch(position["epoch"])}),
     new_order_each_epoch: (
         GlobalBatchSampler,
         {"global_batches": lambda self, epoch: GlobalBatchSampler.global_batches(self, 0)},  # the order of the first

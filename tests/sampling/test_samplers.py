@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import contrastive_zoo as cz
@@ -29,7 +30,7 @@ LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 def test_a_loaded_step_belongs_to_its_epoch() -> None:
     sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
     whole = list(sampler)
-    sampler.load_state_dict({"epoch": 0, "step": 2})
+    sampler.set_position({"epoch": 0, "step": 2})
     sampler.set_epoch(0)  # what a loop does at the beginning of each epoch
     assert list(sampler) == list(sampler) == whole[2:]
     assert len(sampler) == 3
@@ -37,6 +38,27 @@ def test_a_loaded_step_belongs_to_its_epoch() -> None:
     assert len(list(sampler)) == 3
     sampler.set_epoch(0)
     assert list(sampler) == whole
+
+
+def test_an_epoch_that_was_set_is_not_replaced_by_an_earlier_one() -> None:
+    """Accelerate's loader sets the epoch that it has counted. Lightning may set one whose batches are all trained."""
+    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
+    first = list(sampler)
+    for move in (lambda: sampler.set_epoch(1), lambda: sampler.set_position({"epoch": 1, "step": 2})):
+        move()
+        sampler.set_epoch(0)
+        with pytest.raises(ValueError, match=r"epoch 1 was set .* got epoch 0\. .* loader\.set_epoch\(epoch\)"):
+            list(sampler)
+        sampler.set_epoch(1)
+        assert list(sampler) != first
+    sampler.set_epoch(2)
+    sampler.set_position({"epoch": 0, "step": 0})
+    assert list(sampler) == first
+
+
+def test_a_loader_with_a_state_of_its_own_takes_a_sampler_for_one_without() -> None:
+    """torchdata's StatefulDataLoader would call these methods, without the number of batches that were trained."""
+    assert not isinstance(NINE, Stateful)
 
 
 def test_workers_and_batches_without_samples() -> None:
@@ -62,12 +84,32 @@ def test_an_audit_lists_the_batches_of_a_sampler() -> None:
     assert (epoch.complete, epoch.sampler, epoch.shuffles, epoch.seed) == (True, "GlobalBatchSampler", True, 1)
 
 
-def split_again(rank: int) -> list[int]:
+def prepared(sampler: GlobalBatchSampler, world_size: int, rank: int = 0) -> Any:
     from accelerate.data_loader import prepare_data_loader
 
-    sampler = GlobalBatchSampler(24, batch_size=6, process_group=cz.World(rank, 2))
     loader: Any = DataLoader(range(24), batch_sampler=sampler)  # type: ignore[arg-type]  # it has a length and items
-    return [int(x) for batch in prepare_data_loader(loader, num_processes=2, process_index=rank) for x in batch]
+    return prepare_data_loader(loader, num_processes=world_size, process_index=rank)
+
+
+def split_again(rank: int) -> list[int]:
+    sampler = GlobalBatchSampler(24, batch_size=6, process_group=cz.World(rank, 2))
+    return [int(x) for batch in prepared(sampler, 2, rank) for x in batch]
+
+
+@pytest.mark.trainers
+def test_a_loader_that_accelerate_has_prepared_continues_at_the_position() -> None:
+    pytest.importorskip("accelerate")
+    plain, sampler = (GlobalBatchSampler(24, batch_size=6, process_group=ONE_PROCESS) for _ in range(2))
+    loader = prepared(sampler, 1)
+    for x in (plain, sampler):
+        x.set_position({"epoch": 1, "step": 2})
+    for epoch in (1, 2):
+        plain.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        assert [x.tolist() for x in loader] == [*plain]
+    sampler.set_epoch(4)  # the loader has counted to 3
+    with pytest.raises(ValueError, match=r"epoch 4 was set .* got epoch 3"):
+        list(loader)
 
 
 @pytest.mark.trainers
@@ -171,22 +213,22 @@ def test_bad_positions_change_nothing() -> None:
         GlobalBatchSampler(size, batch_size=4, seed=seed, process_group=ONE_PROCESS)
         for size, seed in ((10, 0), (10, 1), (11, 0))
     )
-    sampler.load_state_dict({"epoch": 2, "step": 1})
+    sampler.set_position({"epoch": 2, "step": 1})
     states: list[tuple[Any, str]] = [
         *((state, "GlobalBatchSampler: ") for state in (None, [], "x")),
         ({"epoch": 1}, r"a position has an epoch and a step, got \['epoch'\]"),
         ({"epoch": -1, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got -1"),
         ({"epoch": 2**65, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got 36893488147419103232"),
         ({"epoch": 1, "step": 4}, r"0 … 3, the number of batches of epoch 1, got 4"),
-        (other_seed.state_dict(step=1), "other data, another seed or other settings"),
-        (other_data.state_dict(step=1), "other data, another seed or other settings"),
+        (other_seed.get_position(step=1), "other data, another seed or other settings"),
+        (other_data.get_position(step=1), "other data, another seed or other settings"),
     ]
     for state, says in states:
         with pytest.raises(ValueError, match=says):
-            sampler.load_state_dict(state)
+            sampler.set_position(state)
         assert (sampler.epoch, sampler.step) == (2, 1)
     with pytest.raises(ValueError, match="got 4"):
-        sampler.state_dict(step=4)
+        sampler.get_position(step=4)
 
 
 def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
