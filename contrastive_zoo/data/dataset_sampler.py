@@ -98,11 +98,11 @@ class OneDatasetBatchSampler(BaseBatchSampler):
 
 
 def _samplers_problem(samplers: object, sizes: object) -> str | None:
-    if not isinstance(samplers, (list, tuple)) or not samplers:
+    if not isinstance(samplers, Sequence) or not samplers:
         return f"samplers are a list of one batch sampler for each data set, got {described(samplers)}."
     for x in samplers:
         if not isinstance(x, BaseBatchSampler):
             return f"samplers are batch samplers of contrastive_zoo.data, got {described(x)}."
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != len(samplers):
+    if not isinstance(sizes, Sequence) or len(sizes) != len(samplers):
         return f"sizes are one integer for each of the {len(samplers)} samplers, got {described(sizes)}."
     return next(filter(None, (size_problem("a size", x) for x in sizes)), None)

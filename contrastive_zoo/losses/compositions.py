@@ -33,7 +33,7 @@ class _Composition(Loss, engine="sum"):
                 "DistributedLoss and add the values."
             )
         arguments = [1.0] * count if weights is None else weights
-        listed = isinstance(arguments, (list, tuple)) and all(isinstance(x, (int, float)) for x in arguments)
+        listed = isinstance(arguments, Sequence) and all(isinstance(x, (int, float)) for x in arguments)
         if not listed or not len(losses) or len(arguments) != count:
             raise ValueError(f"{name}: one weight for each of {count} terms, got {described(weights)}.")
         super().__init__(check_finite=all(loss.check_finite for loss in losses))

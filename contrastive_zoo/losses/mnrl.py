@@ -89,7 +89,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
 
     def settings_problem(self) -> str | None:
         directions = self.directions
-        are_words = isinstance(directions, (list, tuple)) and all(isinstance(x, str) for x in directions)
+        are_words = isinstance(directions, Sequence) and all(isinstance(x, str) for x in directions)
         if not are_words or "query_to_doc" not in directions or not set(directions) <= set(_DIRECTIONS):
             return f"directions are 'query_to_doc' and any of {', '.join(_DIRECTIONS[1:])}, got {directions}."
         if problem := super().settings_problem():

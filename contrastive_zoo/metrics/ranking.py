@@ -216,7 +216,7 @@ class Metric:
 
 
 def names_problem(names: Sequence[str]) -> str | None:
-    if not isinstance(names, (list, tuple)) or len(names) == 0:
+    if not isinstance(names, Sequence) or isinstance(names, (str, bytes)) or len(names) == 0:
         return f"metrics are a list of names, got {names!r}. Metrics: {NAMES}."
     unknown = [str(name) for name in names if not isinstance(name, str) or Metric.of(name) is None]
     return f"there is no metric {', '.join(unknown)}. Metrics: {NAMES}." if unknown else None

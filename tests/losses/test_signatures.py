@@ -6,6 +6,7 @@ import math
 import pickle
 import pydoc
 import typing
+from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +131,16 @@ def test_a_loss_is_built_from_a_file(tmp_path: Path) -> None:
     for wrong in ("{temprature: 0.2}", "{temperature: cold}", "{reduction: average}"):
         with pytest.raises(pytest.importorskip("jsonargparse").ArgumentError):
             built(cz.NTXent, tmp_path, f"loss: {wrong}")
+
+
+@pytest.mark.parametrize("several", [list, tuple, UserList])
+def test_a_setting_of_several_takes_any_sequence(several: Callable[[Any], Any]) -> None:
+    """Hydra's lists are OmegaConf's ListConfig, a Sequence that is neither a list nor a tuple."""
+    sampler = cz.data.GlobalBatchSampler(3, batch_size=2)
+    assert cz.WeightedSum([cz.SupCon()], weights=several([2])).weights == (2.0,)
+    assert cz.MNRL(directions=several(["query_to_doc"]))(Z, Z) == cz.MNRL()(Z, Z)
+    assert cz.data.OneDatasetBatchSampler(several([sampler]), sizes=several([3])).sizes == (3,)
+    assert cz.metrics.evaluate(Z, labels=torch.zeros(3).long(), metrics=several(["map"])) == {"map": 1.0}
 
 
 def test_a_name_that_is_like_none_gets_no_suggestion() -> None:
