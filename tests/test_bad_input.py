@@ -285,6 +285,9 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "z: NaN": lambda: wrapped(Phases(), torch.view_as_complex(numbers(2, 3, 2, seed=rank())) / torch.arange(3)),
     "scale has norm": lambda: wrapped(turned(), torch.view_as_complex(numbers(2, 3, 2, seed=rank()))),
     # of the loss
+    "Mining: its world_size is 1 … got 2. Construct it for one process": lambda: wrapped(
+        later(Mining(), world_size=2), z(), y()
+    ),
     "the loss's grad_reduction": lambda: wrapped(Powered(last("b", "a")), z(), torch.tensor(0.5)),
     "parameters": lambda: wrapped(Powered(scale=last(3.0, 2.0)), z(), torch.tensor(0.5)),
     "temperature has norm … a module that is a setting must return the same number on every rank": lambda: wrapped(

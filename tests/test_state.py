@@ -370,6 +370,25 @@ def test_what_a_checkpoint_computes_again_moves_no_state(wrap: Any) -> None:
         torch.testing.assert_close([*again.buffers(), *found], [*plain.buffers(), *expected], msg=name)
 
 
+STATES: dict[str, Callable[[], Loss]] = {
+    "AdaFace": lambda: cz.AdaFace(3, 3, check_finite=False),
+    "CurricularFace": lambda: cz.CurricularFace(3, 3, check_finite=False),
+    "SogCLR": lambda: cz.SogCLR(4, check_finite=False),
+    "TiCo": lambda: cz.TiCo(3, check_finite=False),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_overflow_that_a_scaler_skips_leaves_running_statistics(name: str) -> None:
+    loss, labels, bad = STATES[name](), torch.arange(4) % 3, rows().where(torch.arange(4)[:, None] != 1, torch.nan)
+    further = {"SogCLR": [rows(2), torch.arange(4)], "TiCo": [rows(2)]}.get(name, [labels])
+    loss(rows(), *further)
+    before = {key: x.clone() for key, x in loss.named_buffers() if x.is_floating_point()}
+    assert not loss(bad, *further).isfinite()
+    assert all(torch.equal(x, before[key]) for key, x in loss.named_buffers() if key in before)
+    assert loss(rows(), *further).isfinite()
+
+
 def test_a_queue_is_not_filled_again_by_a_backward_pass() -> None:
     queue = cz.MemoryQueue(8, 3)
     value = checkpoint(lambda x: queue.enqueue(x).sum() * x.sum(), rows().requires_grad_(), use_reentrant=True)

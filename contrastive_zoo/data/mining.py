@@ -65,7 +65,7 @@ def mine_hard_negatives(
         positives: [n] or [n, p], indices; −1 for none.
         num_negatives: per query.
         range_min: the best candidates to skip.
-        range_max: the best candidates to look at; None: as many as needed, or ten times as many for a choice.
+        range_max: the best candidates to look at; None: as many as needed, or ten times as many if some may be left out.
         max_score: of a negative.
         min_score: of a negative.
         absolute_margin: how far a negative scores below the query's worst positive.

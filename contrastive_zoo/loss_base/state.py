@@ -76,7 +76,8 @@ class Averages(Stateful):
     def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
         momenta, sums = zip(*calls, strict=True)
         for name, average in self.averages(torch.stack(sums).sum(0)).items():
-            move_towards(self.get_buffer(name), average, 1 - momenta[-1])
+            buffer = self.get_buffer(name)  # which a scaler that skips the step after an overflow cannot restore
+            move_towards(buffer, average.where(average.isfinite(), buffer.to(average)), 1 - momenta[-1])
 
 
 @contextmanager

@@ -138,6 +138,7 @@ class SogCLR(Loss, Stateful, engine="softmax"):
     def move(self, calls: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         ids, log_g = (torch.cat(x) for x in list(zip(*calls, strict=True))[:2])
         moved = _moved(self.log_u[:, ids].to(log_g), log_g.T, calls[-1][2]).to(self.log_u)
+        moved = moved.where(moved.isfinite(), self.log_u[:, ids])
         # of a sample that occurs several times, as samplers fill the last batch, the largest: no order changes its bits
         self.log_u.scatter_reduce_(1, ids.expand_as(moved), moved, "amax", include_self=False)
         self.steps += 1

@@ -13,7 +13,7 @@ from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.losses.references import references_problem
 from contrastive_zoo.ranks.devices import split_problem
 from contrastive_zoo.ranks.one_process import in_one_process
-from contrastive_zoo.ranks.row_checks import described, labels_problem
+from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
@@ -66,7 +66,12 @@ class LossCall:
         bare = without_ddp(self.loss)
         if isinstance(bare, Loss) and bare.has_row_indices(self.bound.args, self.bound.kwargs):
             return NOT_WHOLE
-        return self.refusal(world) or unequal_problem(arguments) or paired_problem(arguments)
+        return (
+            self.refusal(world)
+            or _ranks_problem(bare, world)
+            or unequal_problem(arguments)
+            or paired_problem(arguments)
+        )
 
     def refusal(self, world: World) -> str | None:
         """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
@@ -102,6 +107,14 @@ def signature(loss: Any) -> inspect.Signature:
         return inspect.signature(lambda *rows, **named_rows: None)
     named = [x for x in result.parameters.values() if x.name != "world"]
     return result.replace(parameters=named) if isinstance(loss, Loss) else result
+
+
+def _ranks_problem(loss: Any, world: World) -> str | None:
+    """Return that a loss was made for several ranks, as open_clip's are, whose samples it would look for here."""
+    size = getattr(loss, "world_size", 1)
+    if isinstance(loss, Loss) or not is_integer(size, at_least=2) or world.size == 1:
+        return None
+    return f"its world_size is 1, since it gets the samples of all ranks at once, got {size}. Construct it for one process."
 
 
 def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
