@@ -152,8 +152,7 @@ class Evaluated(NamedTuple):
 
 
 _MISSING: Any = inspect.Parameter.empty
-_WORDS = bool, str
-_WIDE = torch.float32, torch.float64
+_WORDS, _WIDE = (bool, str), (torch.float32, torch.float64)
 _PLAIN = frozenset({bool, float, str, type(None)})  # types of settings that a loss computes with as they are
 
 
@@ -305,6 +304,8 @@ class Settings(nn.Module):
                     value = present[name] = int(value)
                 else:
                     value = real(value)
+                if isinstance(value, Tensor) and not value.requires_grad:
+                    value = value.clone()  # a schedule may set it in place before the backward pass
             now[name] = value
         return Evaluated(values, computed, problem)
 

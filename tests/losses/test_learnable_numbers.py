@@ -94,14 +94,19 @@ def test_a_tensor_is_learnt_by_the_derivative_of_the_number(name: str, setting: 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_backward_pass_computes_with_the_settings_of_its_call(name: str, reduction: str) -> None:
+    """Also of numbers in tensors, which are set in place."""
     found, given = [], {"reduction": reduction} if "reduction" in SUBJECTS[name]().fields else {}
     for is_set_later in (False, True):
         torch.manual_seed(0)
-        loss = SUBJECTS[name](**given).double()
+        tensors = {x: torch.tensor(start(name, x), dtype=torch.float64) for of, x in LEARNABLE if of == name}
+        loss = SUBJECTS[name](**given, **(tensors if reduction == "none" else {})).double()
         rows = [x.clone().requires_grad_() if x.is_floating_point() else x for x in SUBJECTS[name].rows]
         value = loss(*rows)
-        for setting in loss.fields.keys() & vars(loss).keys() if is_set_later else ():
-            setattr(loss, setting, None)
+        if is_set_later:
+            for x in tensors.values():
+                x.fill_(torch.nan)
+            for setting in loss.fields.keys() & vars(loss).keys():
+                setattr(loss, setting, None)
         value.sum().backward()
         found.append(torch.cat([x.grad.flatten() for x in rows if x.grad is not None]))
     close(*found)
