@@ -23,7 +23,8 @@ SMALL_BATCH = 2**28
 PER_SIMILARITY = 64  # multiplications that take as long as one similarity's exponential, sums and weights
 
 SMALL_MATRIX = 2**18
-"""Similarities up to which operations on the whole matrix are quicker than tiles on a CPU, whose cache holds it."""
+"""Similarities up to which operations on the whole matrix are quicker than tiles on a CPU at every temperature. At 2**20
+they take 0.8 of the time of tiles at temperature 0.07, but twice the time at 0.01."""
 
 
 SMALL_ON_ACCELERATORS = LARGEST_MATRIX**2
