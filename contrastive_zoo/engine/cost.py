@@ -154,6 +154,7 @@ class Summed(NamedTuple):
     bytes: int
     partial: bool = False
     by_class: bool = False  # whether there are so many bytes for each class
+    of: str = ""  # the tensor whose embeddings are added up
 
     def note(self, to: Ledger) -> None:
         size = self.bytes * (self._classes(to) if self.by_class else 1)

@@ -66,11 +66,13 @@ def late_interaction_scores(batch: Batch, *, normalize: bool, top_k: int | None 
     The batch has the number of tokens of each set, also on the host, and ``tokens of`` these sets, queries first. ``top_k``
     is how many tokens of all documents count for a query token; None is all of them.
     """
-    sets = []
+    sets: list[TokenSets] = []
     for name, read in batch.host.items():
         tokens, shards = batch.rows[f"tokens of {name}"], batch.shards[f"tokens of {name}"]
         prepared, factors = batch.prepared(tokens, normalize=normalize), batch.factors([tokens])
-        gathered = batch.gather_shared(f"tokens of {name}", normalize=normalize if factors is None else None)
+        gathered = None
+        if sets:  # queries stay on their rank
+            gathered = batch.gather_shared(f"tokens of {name}", normalize=normalize if factors is None else None)
         of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0], gathered
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets[0], *map(_with_first_of_equals, sets[1:])

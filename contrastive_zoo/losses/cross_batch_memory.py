@@ -322,7 +322,9 @@ class CrossBatchMemory(Loss):
 
 
 def _against(memory: Stored, entry: Entry) -> Entry:
-    """Return the entry of a loss with the memory as its negatives."""
+    """Return the entry of a loss with the memory as its negatives, which get no gradient."""
+    if isinstance(entry, Summed) and entry.of == "negatives":
+        return entry._replace(partial=False)
     is_negatives = isinstance(entry, Pairs) and [*cast(Any, entry.candidates)] == ["negatives"]
     return cast(Pairs, entry)._replace(candidates=memory) if is_negatives else entry
 

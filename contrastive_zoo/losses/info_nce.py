@@ -1,6 +1,6 @@
 """Softmax over two towers: InfoNCE, CLIP, and CLOOB's, which leaves the positive out of its sum."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxtyping import Float
 from torch import Tensor
@@ -90,7 +90,7 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
         columnwise = {keys: self.symmetric} if self.in_batch_negatives else {}
         columnwise |= {name: False for name in negatives if stated.inputs.rows[name].ndim == 2}
         pairs = (Pairs([queries], [name], scale, self.normalize, both) for name, both in columnwise.items())
-        sums = _sums(self.label_smoothing, len(columnwise) + self.symmetric, stated)
+        sums = _sums(self.label_smoothing, [*columnwise, *([queries] if self.symmetric else [])], stated)
         return [*entries, *pairs, *sums, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
@@ -101,9 +101,10 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
         )  # fmt: skip
 
 
-def _sums(label_smoothing: object, count: int, stated: CallInputs) -> list[Entry]:
-    """Return the messages of label smoothing: so many sums of candidates."""
-    return [stated.features(partial=True)] * count if smooths(label_smoothing) else []
+def _sums(label_smoothing: object, names: Iterable[str], stated: CallInputs) -> list[Entry]:
+    """Return the messages of label smoothing: the sums of these tensors' embeddings."""
+    sums = (stated.features(partial=True)._replace(of=name) for name in names)
+    return [*sums] if smooths(label_smoothing) else []
 
 
 _OWN_KEY_ONLY = (
@@ -144,7 +145,7 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
         return super().has_one_operator(rows) and not smooths(self.label_smoothing)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [*super().entries(stated), *_sums(self.label_smoothing, 2, stated)]
+        return [*super().entries(stated), *_sums(self.label_smoothing, stated.inputs.rows, stated)]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs, settings = TowerPairs(batch, batch.settings.temperature, self.normalize), batch.settings

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from contrastive_zoo.engine.batch import is_embedding
 from contrastive_zoo.engine.cost import Entry, UserCode, cost_of
 from contrastive_zoo.engine.implementation import LARGEST_WIDTH, Kernels, problem_of
 from contrastive_zoo.engine.ledger import EMBEDDINGS, Cost
@@ -126,15 +127,18 @@ def explain(
     args, keywords = _without_memory((tensors, named), bare, dtype)
     call = wrapper._call(bare, args, keywords)
     name, problem, needs = loss_name(bare), call.inputs.problem, FROM_ELSEWHERE
+    learns: dict[str, bool] = {}  # which embeddings get a gradient
     if is_own := isinstance(call, CallInputs):
         name, problem, needs = call.name, call.problem, call.needs
+        embeddings = {key: x for key, x in call.inputs.rows.items() if is_embedding(x) and key not in call.whole}
+        learns = {key: x.requires_grad for key, x in embeddings.items()}
     if problem is not None:
         raise ValueError(f"{name}: {problem}")
     entries: list[Entry] = [*bare.entries(call)] if is_own else []
     if not is_own or LossModules(bare).runs_third_party_code:
         entries.append(UserCode(isinstance(bare, Loss) and any(True for _ in bare.buffers())))
     rows = {key: Rows.of(Shards((len(x),) * size), x.shape[1:], x.dtype) for key, x in call.inputs.rows.items()}
-    first = next((x for x in call.inputs.rows.values() if x.is_floating_point() and x.ndim > 1), None)
+    first = next((x for x in call.inputs.rows.values() if is_embedding(x)), None)
     kernels = Kernels(place.type == "cuda" and is_own and first is not None and problem_of(first) is None)
     situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=kernels)
     may_follow = situation.on_cpu and needs.split is None
@@ -150,6 +154,10 @@ def explain(
         return Explanation(**vars(cost), name=name, plan=plan, situation=situation, device=shown, dtype=held)
 
     now = explained(situation)
+    if len({*learns.values()}) > 1:
+        frozen = " and ".join(key for key in learns if not learns[key])
+        unneeded = f"gradients of {frozen}, which need none: a step may send less"
+        now = replace(now, assumed=[*now.assumed, unneeded])
     return replace(now, changes=dict(_changes(now, explained, needs)))
 
 
@@ -162,7 +170,8 @@ def _without_memory(arguments: Any, loss: Any, dtype: torch.dtype | None) -> Any
         if not isinstance(x, Tensor) or not (x.is_meta or (dtype not in (None, x.dtype) and x.is_floating_point())):
             return x
         wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
-        return torch.zeros((), dtype=wanted, device=home if x.is_meta else x.device).expand(x.shape)
+        zero = torch.zeros((), dtype=wanted, device=home if x.is_meta else x.device)
+        return zero.requires_grad_(x.is_floating_point() and (x.is_meta or x.requires_grad)).expand(x.shape)
 
     return tree_map(zeros, arguments)
 
