@@ -309,6 +309,9 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "CrossBatchMemory: … one_step": lambda: in_one_step(
         cz.CrossBatchMemory(cz.InfoNCE(in_batch_negatives=False), 8, 3)
     ),
+    "WeightedSum: losses of a sum": lambda: wrapped(
+        cz.WeightedSum([cz.InfoNCE(reduction="none"), cz.NTXent(reduction="none")]), z(last(0, 4)), z(last(0, 4))
+    ),
     "a backward pass computes the loss again": recomputed_in_one_step,
     "rank 1: dims go up to 4, got": lambda: wrapped(cz.Matryoshka(cz.SupCon(), (2, 4)), z(4, last(3, 4)), y()),
     # tokens

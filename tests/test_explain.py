@@ -49,6 +49,7 @@ KINDS: dict[str, Callable[[int, int], Tensor]] = {
     "7 tokens": lambda n, d: embeddings(n, 7, d),
     "labels": lambda n, d: labels(n),
     "5 labels": lambda n, d: torch.ones(n, 5).long(),
+    "short labels": lambda n, d: labels(n).int(),
     "labels of captions": lambda n, d: labels(2 * n),
     "hierarchy": lambda n, d: torch.stack([labels(n) // 2, labels(n)], 1),
     "binary": lambda n, d: torch.arange(n) % 2,
@@ -115,8 +116,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "a sum of views": (cz.WeightedSum([cz.NTXent(), cz.BarlowTwins(), cz.DCL()]), *VIEWS),
     "prefixes": (lambda n, d: cz.Matryoshka(cz.NTXent(), (d // 4, d)), *VIEWS),
     "prefixes of statistics": (lambda n, d: cz.Matryoshka(cz.VICReg(), (d // 4, d)), *VIEWS),
+    "prefixes beside a guide": (lambda n, d: cz.Matryoshka(cz.GIST(), (d // 4, d)), *VIEWS, *VIEWS),
+    "prefixes of M3": (lambda n, d: cz.Matryoshka(cz.M3(), (d // 4, d)), "5 tokens", "7 tokens", *VIEWS, *VIEWS),
+    "a sum of short labels": (cz.WeightedSum([cz.NCA(), cz.Triplet(), cz.ProxyNCA(4, WIDTH)]), "rows", "short labels"),
     "a memory of labels": (lambda n, d: cz.CrossBatchMemory(cz.SupCon(), 2 * n, d), *LABELLED),
     "a memory of keys": (lambda n, d: cz.CrossBatchMemory(cz.InfoNCE(), 2 * n, d), *VIEWS),
+    "a smoothed memory": (lambda n, d: cz.CrossBatchMemory(cz.InfoNCE(label_smoothing=0.1), 2 * n, d), *VIEWS),
     "a third-party loss": (lambda n, d: lambda z: z.var(0).sum(), "rows"),
     "classes": (lambda n, d: cz.NormalizedSoftmax(4 * n, d), *LABELLED),
     "drawn classes": (lambda n, d: cz.NormalizedSoftmax(8 * n, d, sample_rate=0.5), *LABELLED),
@@ -330,6 +335,13 @@ def test_labels_without_values_have_two_samples_a_class() -> None:
 def test_negatives_count_as_candidates() -> None:
     x = meta(8, 4)
     assert "8 × 13 similarities" in str(cz.explain(cz.InfoNCE(), x, x, meta(5, 4)))
+
+
+def test_frozen_embeddings_are_said_to_have_gradients() -> None:
+    q, k, guide = embeddings(8, 4), embeddings(8, 4).detach(), torch.randn(8, 3)
+    assert "gradients of keys, which need none" in str(cz.explain(cz.InfoNCE(), q, k, world_size=2))
+    for call in ((cz.InfoNCE(), k, k), (cz.InfoNCE(), q, meta(8, 4)), (cz.GIST(), q, q, guide, guide)):
+        assert "which need none" not in str(cz.explain(*call, world_size=2))
 
 
 def test_nothing_is_computed() -> None:

@@ -1,7 +1,7 @@
 """The batch that a loss is computed from: its embeddings by name, their split over ranks, and the step's settings."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, joined
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.devices import ValueCheck
+from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.suggestions import first_time, warn_once
 from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
@@ -39,6 +40,7 @@ class Part:
     parts: Sequence["Part"] = ()
     host: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    whole: Collection[str] = ()  # of its tensors, those that are no embeddings of the trained model
 
 
 class SharedRows(NamedTuple):
@@ -95,11 +97,14 @@ class Batch:
         """Return the batch of a sum of losses, which gathers each tensor once; a ring gathers none."""
         if self.shared_rows or self.plan.work != "own anchors" or self.plan.movement == "ring":
             return self
-        shared = {}
-        for name, x in self.rows.items():
-            fetch = functools.partial(gather_rows, x.detach(), self.shards[name], self.world)
-            shared[name] = SharedRows(x, functools.cache(fetch))
-        return replace(self, shared_rows=shared)
+        # labels.long() of a loss is then the tensor that all share
+        rows = {name: x.long() if x.dtype in _SHORT_INTEGERS else x for name, x in self.rows.items()}
+
+        def gathered(name: str) -> Tensor:
+            return gather_rows(self.rows[name].detach(), self.shards[name], self.world).to(rows[name].dtype)
+
+        shared = {name: SharedRows(x, functools.cache(functools.partial(gathered, name))) for name, x in rows.items()}
+        return replace(self, rows=rows, shared_rows=shared)
 
     def prepared(self, rows: Tensor, *, normalize: bool) -> Tensor:
         """Return embeddings in at least float32, of unit length if asked; zeros stay zeros."""
@@ -124,15 +129,15 @@ class Batch:
         """Return embeddings of 16 bits, which matmuls take and ranks send as they came: unit ones would be rounded."""
         return None if self.plan.is_plain or not is_16_bit(rows[0].dtype) else [*rows]
 
-    def prefix(self, width: int) -> "Batch":
-        """Return the batch with the first features of each embedding only."""
-        rows = {name: x[..., :width] if is_embedding(x) else x for name, x in self.rows.items()}
+    def prefix(self, width: int, whole: Collection[str]) -> "Batch":
+        """Return the batch with the first features of each embedding only; ``whole`` are no embeddings."""
+        rows = prefixes(self.rows, width, whole)
 
         def gathered(whole: SharedRows) -> Tensor:
             return whole.gathered()[..., :width]
 
         shared = {
-            name: SharedRows(rows[name], functools.partial(gathered, x)) if is_embedding(x.local) else x
+            name: x if rows[name] is x.local else SharedRows(rows[name], functools.partial(gathered, x))
             for name, x in self.shared_rows.items()
         }
         return replace(self, rows=rows, shared_rows=shared)
@@ -148,6 +153,10 @@ class Batch:
             if x.local is rows:
                 return x.gathered()
         return gather_rows(rows, self.samples if shards is None else shards, self.world)
+
+    def failing_together(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return what ``compute`` returns, or raise on every rank: one without samples may not see what others refuse."""
+        return failing_together(self.name, compute, self.world if 0 in self.samples.sizes else ONE_PROCESS)
 
     def note_labels(self, labels: Tensor) -> None:
         """Let the wrapper see the labels of all ranks: it looks whether any two samples share one."""
@@ -238,6 +247,8 @@ class Batch:
         return (total if reduction == "sum" else total / mean_divisor(count.detach())).sum().to(losses.dtype)
 
 
+_SHORT_INTEGERS = torch.int8, torch.uint8, torch.int16, torch.int32
+
 _LEAST_IDS = 8  # of a rank: a small data set repeats fewer by chance, a sampler a few in its last batch
 
 
@@ -263,3 +274,8 @@ class Candidates:
 def is_embedding(x: Tensor) -> bool:
     """Return whether a tensor holds features, in its last dimension."""
     return x.is_floating_point() and x.ndim > 1
+
+
+def prefixes(rows: Mapping[str, Tensor], width: int | None, whole: Collection[str]) -> dict[str, Tensor]:
+    """Return the first features of all embeddings, and other tensors as they are."""
+    return {name: x if name in whole or not is_embedding(x) else x[..., :width] for name, x in rows.items()}

@@ -5,7 +5,7 @@ depend on values are not counted, such as those of a sweep that runs again becau
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
@@ -354,17 +354,20 @@ class Member(NamedTuple):
     names: Mapping[str, str]
     entries: Sequence[Entry]
     width: int | None = None  # features of the embeddings' prefix
+    whole: Collection[str] = ()  # tensors of which no prefix is taken
 
     def note(self, to: Ledger) -> None:
-        outer = to.rows, to.names, to.prefix, to.plan
+        outer = to.rows, to.names, to.plan
         to.rows = {name: to.rows[merged] for name, merged in self.names.items()}
+        if self.width is not None:
+            cut = {name: x._replace(width=min(x.width, self.width)) for name, x in to.rows.items()}
+            to.rows = {name: x if name in self.whole else cut[name] for name, x in to.rows.items()}
         to.names = {name: to.names.get(merged, merged) for name, merged in self.names.items()}
         if self.member is not None:
             to.plan = to.plan.members[self.member]
-        to.prefix = min(filter(None, (to.prefix, self.width)), default=None)
         for entry in self.entries:
             entry.note(to)
-        to.rows, to.names, to.prefix, to.plan = outer
+        to.rows, to.names, to.plan = outer
 
 
 _KEYS = 5  # tensors of random numbers, one for each class, while they are computed

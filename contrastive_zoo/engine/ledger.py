@@ -87,7 +87,6 @@ class Ledger:
     plan: Plan
     classes: int | None
     rows: Mapping[str, Rows]
-    prefix: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # of tensors of a member, in the call
     gathered: set[str] = field(default_factory=set)  # tensors, by their names in the call
     sent: list[Message] = field(default_factory=list)
@@ -124,7 +123,7 @@ class Ledger:
         blocks = schedule(rows, columns, half=half and one_tower)
         pairs = sum((x.rows.stop - x.rows.start) * count for x, count in zip(blocks, lengths(blocks), strict=True))
         visiting = [x.sent.stop - x.sent.start for x in blocks[1:]]
-        width, item = width or min(first.width, self.prefix or first.width), first.itemsize
+        width, item = width or first.width, first.itemsize
         row = width * max(FLOAT, item)
         both = (rows.size if one_tower else rows.size + columns.size) * row
         narrow, several = item < FLOAT, one_tower and len(anchors) > 1

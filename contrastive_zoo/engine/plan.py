@@ -58,16 +58,14 @@ class Rows(NamedTuple):
     bytes: int = 0
     embeddings: int = 0
     width: int = 0
-
-    @property
-    def itemsize(self) -> int:
-        return self.bytes // max(1, self.embeddings * self.width)
+    itemsize: int = 0
 
     @classmethod
     def of(cls, shards: Shards, row: torch.Size, dtype: torch.dtype) -> "Rows":
         """Return those of a tensor, given the shape of a row."""
         size = row.numel() * dtype.itemsize
-        return cls(shards, size, row[:-1].numel(), row[-1]) if row and dtype.is_floating_point else cls(shards, size)
+        is_embedding = row and dtype.is_floating_point
+        return cls(shards, size, row[:-1].numel(), row[-1], dtype.itemsize) if is_embedding else cls(shards, size)
 
 
 class Situation(NamedTuple):

@@ -1,7 +1,7 @@
 """The base class of losses: fields are settings, ``inputs`` states a call, ``compute`` is the formula."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, overload
@@ -14,7 +14,7 @@ from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_ke
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
 from contrastive_zoo.engine.tiling import USUAL_MATRICES
 from contrastive_zoo.loss_base.settings import Settings
-from contrastive_zoo.loss_base.shapes import arguments_problem
+from contrastive_zoo.loss_base.shapes import arguments_problem, whole_arguments
 from contrastive_zoo.loss_base.state import computed_again_problem
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import uncompiled
@@ -74,6 +74,7 @@ class CallInputs:
     problem: str | None = None  # what is wrong with any of these on this rank, in words; None if nothing is
     kernels: Kernels = NO_KERNELS  # whether Triton kernels can compute the loss on this rank
     needs: Needs = NO_NEEDS  # of the plan
+    whole: Collection[str] = ()  # tensors that are no embeddings of the trained model: prefixes take all their features
 
     @property
     def _first(self) -> Tensor:
@@ -184,6 +185,8 @@ class Loss(Settings, nn.Module):
     matrices: ClassVar[float] = USUAL_MATRICES
     # the names of the tensors that are compared, anchors and candidates; all embeddings with all if None
     compares: ClassVar[tuple[tuple[str, ...], tuple[str, ...]] | None] = None
+    # the last dimensions of embeddings, as annotations name them; empty: that of the first embeddings
+    embedding_dims: ClassVar[tuple[str, ...]] = ()
     row_indices: ClassVar[tuple[str, ...]] = ()  # arguments whose values are indices of this rank's samples
 
     def __init_subclass__(
@@ -259,7 +262,8 @@ class Loss(Settings, nn.Module):
         kernels = NO_KERNELS
         if needs.no_kernel != Loss.no_kernel and not (implementation() != "triton" and all(map(on_cpu, tensors))):
             kernels = choose_kernels(inputs.rows.values())
-        return CallInputs(name, inputs, settings, compared, problem, kernels, needs)
+        kind: Any = type(self)  # mypy takes a class for its instance, which has no hash
+        return CallInputs(name, inputs, settings, compared, problem, kernels, needs, whole_arguments(kind))
 
     def agreed(self, stated: CallInputs, session: Session, *, waits: bool = True) -> Batch:
         """Return the batch of a call without ``DistributedLoss``, after a handshake if there are several ranks."""

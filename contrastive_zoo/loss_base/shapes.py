@@ -135,6 +135,22 @@ def call_form(kind: Any) -> CallForm:
     return CallForm(inspect.Signature(taken), optional, views, others, {x.name: shapes_of(x.annotation) for x in taken})
 
 
+@functools.cache
+def whole_arguments(kind: Any) -> frozenset[str]:
+    """Return the arguments whose last dimension holds no features of the trained model, such as a teacher's embeddings.
+
+    Annotations name it otherwise than that of the first embeddings, or than the loss's ``embedding_dims``.
+    """
+    shapes: dict[str, Shapes] = {}
+    for base in reversed(kind.__mro__):  # an override without annotations takes what it overrides
+        if "inputs" in vars(base):
+            shapes |= {name: allowed for name, allowed in call_form(base).shapes.items() if allowed}
+    options = (shape for allowed in shapes.values() for shape in allowed)
+    first = next((x.dims[-1] for x in options if len(x.dims) > 1 and x.kind in ("floating-point", "real")), "")
+    features = kind.embedding_dims or (first,)
+    return frozenset(name for name, allowed in shapes.items() if all(x.dims[-1] not in features for x in allowed))
+
+
 _VIEWS, _OTHERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 

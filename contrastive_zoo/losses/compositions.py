@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch, Part, is_embedding
+from contrastive_zoo.engine.batch import Batch, Part, is_embedding, prefixes
 from contrastive_zoo.engine.cost import Entry, Member
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.loss_modules import is_plain
 from contrastive_zoo.loss_base.settings import is_number
+from contrastive_zoo.loss_base.shapes import call_form, whole_arguments
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described, instance_problem
@@ -72,7 +74,17 @@ class _Composition(Loss, engine="sum"):
     def compute(self, batch: Batch) -> Float[Tensor, "..."]:
         with state_kept_on_error(self):  # a term may raise after an earlier one has moved its state
             shared, members = batch.with_shared_rows(), self.members()
-            values = [_member_value(members[index], shared.member(index), width) for index, width in self.terms()]
+            values = [_member_value(members[index], shared, index, width) for index, width in self.terms()]
+            return batch.failing_together(partial(self._sum, values)) if values[0].ndim else self._sum(values)
+
+    def _sum(self, values: Sequence[Tensor]) -> Tensor:
+        if len({x.shape for x in values}) > 1:
+            names = [type(self.members()[index]).__name__ for index, _ in self.terms()]
+            got = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(names, values, strict=True))
+            raise ValueError(
+                f"{type(self).__name__}: losses of a sum return equally many losses, got {got}. Pass all with "
+                "reduction='mean'; otherwise call them one by one."
+            )
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
 
     def has_row_indices(self, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
@@ -130,8 +142,10 @@ class Matryoshka(_Composition):
         L = Σ_m c_m · loss(z[:, :m])
 
     A loss that normalises does so for each prefix. Embeddings are gathered once for all prefixes.
+    Only embeddings of the trained model are cut. A teacher's or a guide's embeddings, scores and weights stay whole.
 
-    Called as its loss is.
+    Called as its loss is. A loss of your own names the last dimension of what stays whole otherwise than that of its first
+    embeddings: ``inputs(self, z: Float[Tensor, "n d"], teacher: Float[Tensor, "n e"])``.
 
     Args:
         loss: a loss of this library, with any call form; its parameters are shared by all prefixes.
@@ -174,7 +188,8 @@ class Matryoshka(_Composition):
     def _prefix_problem(self, args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
         """Return why a prefix cannot be cut or compared, such as with class weights of another width, in words, or None."""
         tensors = {**{f"argument {index}": x for index, x in enumerate(args)}, **named}
-        wide = {name: x for name, x in tensors.items() if x is not None and is_embedding(x)}
+        whole = _whole_arguments(self.loss)
+        wide = {name: x for name, x in tensors.items() if x is not None and is_embedding(x) and name not in whole}
         narrow = [f"{name} {described(x)}" for name, x in wide.items() if x.shape[-1] < max(self.dims)]
         if narrow:
             return f"dims go up to {max(self.dims)}, got {', '.join(narrow)}. Leave out wider dims, or use a wider encoder."
@@ -202,13 +217,16 @@ def _merged(name: str, members: Sequence[CallInputs]) -> CallInputs:
     rows: dict[str, Tensor] = {}
     parts: list[Part] = []
     compared: dict[str, object] = {}
+    whole: set[str] = set()
     for index, stated in enumerate(members):
         names = {}
         for row_name, x in stated.inputs.rows.items():
-            known = next((key for key, y in rows.items() if y is x), None)
+            stays = row_name in stated.whole and is_embedding(x)
+            known = next((key for key, y in rows.items() if y is x and (key in whole) == stays), None)
             names[row_name] = known or (row_name if row_name not in rows else f"{row_name} of loss {index}")
             rows[names[row_name]] = x
-        parts.append(Part(names, stated.inputs.parts, stated.inputs.host, stated.name))
+            whole |= {names[row_name]} if stays else set()
+        parts.append(Part(names, stated.inputs.parts, stated.inputs.host, stated.name, stated.whole))
         compared |= {f"{stated.name} {index}: {key}": x for key, x in stated.compared.items()}
     bad = next((x for x in members if x.problem is not None), None)
     inputs = Inputs(
@@ -230,7 +248,7 @@ def _merged(name: str, members: Sequence[CallInputs]) -> CallInputs:
         no_kernel=None,
         members=of_members,
     )
-    return CallInputs(name if bad is None else bad.name, inputs, settings, compared, problem, kernels, needs)
+    return CallInputs(name if bad is None else bad.name, inputs, settings, compared, problem, kernels, needs, whole)
 
 
 def _renamed(needs: Needs, names: Mapping[str, str]) -> Needs:
@@ -253,24 +271,33 @@ def _member_stated(
     inputs = Inputs(rows, local=loss.has_row_indices(args, named), whole=True, host=host)
     names = tuple(rows)
     needs = Loss.needs(loss, inputs)._replace(engine="other", anchors=names, candidates=names, no_kernel=None)
-    return CallInputs(type(loss).__name__, inputs, needs=needs)
+    return CallInputs(type(loss).__name__, inputs, needs=needs, whole=_whole_arguments(loss))
+
+
+def _whole_arguments(loss: Loss) -> frozenset[str]:
+    """Return the arguments that are no embeddings of the trained model, by name and by position."""
+    if isinstance(loss, _Composition):
+        return frozenset.intersection(*map(_whole_arguments, loss.members()))
+    kind: Any = type(loss)
+    whole, parameters = whole_arguments(kind), call_form(kind).signature.parameters
+    return whole | {f"argument {index}" for index, name in enumerate(parameters) if name in whole}
 
 
 def _member_entries(index: int, loss: Loss, stated: CallInputs, width: int | None) -> Member:
     """Return what a member calls, given its view of the statement, or of a prefix of the features."""
     part = stated.inputs.parts[index]
     if not is_plain(loss):
-        return Member(index, part.names, [], width)
+        return Member(index, part.names, [], width, part.whole)
     rows = {name: stated.inputs.rows[merged] for name, merged in part.names.items()}
-    rows = {name: x[..., :width] if is_embedding(x) else x for name, x in rows.items()}
-    inputs = Inputs(rows, parts=part.parts, host=part.host)
+    inputs = Inputs(prefixes(rows, width, part.whole), parts=part.parts, host=part.host)
     of_member = CallInputs(part.name, inputs, stated.settings.members[index], needs=loss.needs(inputs))
-    return Member(index, part.names, loss.entries(of_member), width)
+    return Member(index, part.names, loss.entries(of_member), width, part.whole)
 
 
-def _member_value(loss: Loss, batch: Batch, width: int | None) -> Tensor:
+def _member_value(loss: Loss, batch: Batch, index: int, width: int | None) -> Tensor:
     """Return the value of a member, given its view of the batch, or of a prefix of the features."""
-    batch = batch if width is None else batch.prefix(width)
+    whole, batch = batch.parts[index].whole, batch.member(index)
+    batch = batch if width is None else batch.prefix(width, whole)
     if is_plain(loss):
         return loss.compute(batch)
     arguments = {**batch.host["others"], **batch.rows}

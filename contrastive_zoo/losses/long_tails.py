@@ -121,8 +121,7 @@ class PaCo(Loss, engine="rows"):
         problem = "keys have a label each: pass both or none." if (keys is None) != (key_labels is None) else None
         if keys is None or key_labels is None:
             keys, key_labels = embeddings[:0], labels[:0]
-        # one number in the last dimension: logits are no features, of which a loss of prefixes takes some
-        rows = {"embeddings": embeddings, "labels": labels, "logits": logits[..., None]}
+        rows = {"embeddings": embeddings, "labels": labels, "logits": logits}
         return Inputs({**rows, "keys": keys, "key_labels": key_labels}, problem, [values])
 
     def entries(self, stated: CallInputs) -> list[Entry]:
@@ -132,7 +131,7 @@ class PaCo(Loss, engine="rows"):
         rows, candidates = batch.rows, batch.candidates("embeddings", "keys", normalize=True)
         ids = torch.cat([rows["labels"], rows["key_labels"]]).long()
         copies = candidates.shards.start + torch.arange(len(batch.first), device=ids.device)
-        z, logits = candidates.local[: len(copies)], rows["logits"][..., 0]
+        z, logits = candidates.local[: len(copies)], rows["logits"]
         return reduce_rows(
             batch, BlockLoss.of(_paco, batch.settings), torch.cat([z, logits.to(z)], 1), ids[: len(copies)],
             candidates=candidates, candidate_ids=ids, own_candidates=copies, reduction=self.reduction,

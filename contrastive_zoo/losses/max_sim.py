@@ -219,6 +219,8 @@ class M3(LateInteractionLoss, matrices=17.25):
     Source: Chen et al. 2024, eqs. 4-8, https://arxiv.org/abs/2402.03216
     """
 
+    embedding_dims = "d", "e"
+
     temperature: Constant = 0.02
     lexical_weight: Annotated[float, _CONSTANT] = 0.3
     lexical_loss_weight: Annotated[float, _CONSTANT] = 0.1

@@ -157,8 +157,7 @@ class RankNContrast(Loss, engine="rows"):
     reduction: Reduction = "mean"
 
     def inputs(self, embeddings: Float[Tensor, "n d"], labels: Shaped[Tensor, " n"] | Shaped[Tensor, "n k"]) -> Inputs:
-        # one number in the last dimension: no prefix of features cuts labels
-        return Inputs({"embeddings": embeddings, "labels": labels.detach()[..., None]})
+        return Inputs({"embeddings": embeddings, "labels": labels.detach()})
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         of_64_bits = 14  # matrices, such as those of the order and of sums
@@ -187,6 +186,6 @@ def _order_losses(block: AnchorBlock, temperature: Tensor, metric: Metric) -> tu
 
 def _label_distances(labels: Tensor, candidates: Tensor) -> Float[Tensor, "c N"]:
     """Return Σ_l |y_il − y_jl|, added up in one order: ranks agree on which are equal, however large their blocks are."""
-    both = [x.flatten(1).T for x in (labels, candidates)]
+    both = [x[..., None].flatten(1).T for x in (labels, candidates)]
     both = [at_least_float32(x) if x.is_floating_point() else x.long() for x in both]
     return reduce(torch.add, ((x[:, None] - y).abs() for x, y in zip(*both, strict=True)))

@@ -10,11 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import statistics, tiling
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.temperature import bounded
 from contrastive_zoo.losses import random_slices, sparse
 from contrastive_zoo.losses.modalities import _scaled_bases, _volumes
@@ -28,7 +30,7 @@ from tests.losses import zoo_labelled, zoo_margins, zoo_softmax
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.losses.zoo_statistics import WIDTH
 from tests.losses.zoo_weights import ENTRIES as WEIGHTS
-from tests.zoo import BatchHard
+from tests.zoo import BatchHard, fed
 
 
 def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None:
@@ -179,7 +181,15 @@ def nested_classes() -> cz.WeightedSum:
     return cz.WeightedSum([prefixes, cz.NCA(), cz.SupCon(normalize=False), BatchHard()])
 
 
-@pytest.mark.parametrize(("make", "call"), [(nested_views, "views"), (nested_classes, "labels")])
+def nested_teachers() -> cz.WeightedSum:
+    """The arguments of a call of two views make the teacher's."""
+    losses = [fed(kind, zoo_softmax.with_teacher)() for kind in (cz.GIST, cz.ClipDistillation)]
+    return cz.WeightedSum([cz.Matryoshka(losses[0], (2, 5)), cz.Matryoshka(cz.WeightedSum(losses), (1, 3))])
+
+
+@pytest.mark.parametrize(
+    ("make", "call"), [(nested_views, "views"), (nested_classes, "labels"), (nested_teachers, "views")]
+)
 @pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
 def test_the_contract_holds_of_sums_of_sums(make: Any, call: Any, shards: tuple[int, ...], worlds: Worlds) -> None:
     """Of prefixes wider than those of the table of losses; tests/test_explain.py counts that rows are sent once."""
@@ -193,6 +203,52 @@ def test_negatives_are_cut_as_well() -> None:
     ours, plain = cz.Matryoshka(cz.InfoNCE(), (2, 3)), cz.InfoNCE()
     for x in (shared, own):
         close(ours(q, k, negatives=x), plain(q[:, :2], k[:, :2], x[..., :2]) + plain(q, k, x))
+
+
+class OfTeacher(Loss):
+    """A user's loss, whose annotations say which arguments are embeddings of the trained model."""
+
+    def inputs(self, ids: Int[Tensor, " n"], z: Float[Tensor, "n w"], teacher: Float[Tensor, "n e"]) -> Inputs:
+        return Inputs({"ids": ids, "z": z, "teacher": teacher})
+
+    def compute(self, batch: Batch) -> Tensor:
+        ids, z, teacher = batch.rows.values()
+        return batch.reduce(z.sum(1) * (1 + ids) * teacher.sum(1))
+
+
+class Called(cz.MarginMSE):
+    """A loss with a forward of its own gets its arguments as they are called."""
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return 2 * super().forward(*args, **named)
+
+
+# of 6 samples of 8 features: a loss, the shapes of its arguments, and how many of them are embeddings of the model
+IDS = torch.tensor([0, 1, 0, 2, 1, 2])
+WHOLE: list[tuple[Any, list[Any], int]] = [
+    (cz.MarginMSE(), [(8,), (8,), (2, 8), (2,)], 3),
+    (cz.MarginMSE(), [(8,), (8,), (8, 8), (8,)], 3),
+    (Called(), [(8,), (8,), (8, 8), (8,)], 3),
+    (cz.ScoreDistillation(), [(8,), (8, 8), (8,)], 2),
+    (cz.MultiPositive(), [(8,), (8,), torch.stack([IDS, IDS.flip(0)], 1), IDS, (2,)], 2),
+    (cz.RankNContrast(), [(8,), (3,)], 1),
+    (cz.PaCo(), [(8,), IDS, (6,)], 1),
+    (cz.GIST(), [(8,), (8,), (5,), (5,)], 2),
+    (cz.WeightedSum([cz.GIST(), cz.ClipDistillation()]), [(8,), (8,), (9,), (9,)], 2),
+    (cz.M3(), [(2, 8), (3, 8), (9,), (9,), (12,), (12,)], 4),
+    (OfTeacher(), [IDS, (8,), (5,)], 2),
+]
+
+
+@pytest.mark.parametrize(("loss", "shapes", "count"), WHOLE, ids=lambda x: type(x).__name__)
+def test_only_embeddings_of_the_model_are_cut(loss: cz.Matryoshka, shapes: list[Any], count: int) -> None:
+    made = (x if isinstance(x, Tensor) else numbers(6, *x, seed=i).abs() for i, x in enumerate(shapes))
+    args = [x.requires_grad_(x.is_floating_point() and i < count) for i, x in enumerate(made)]
+    cut = [[x[..., :m] if x.requires_grad else x for x in args] for m in (3, 8)]
+    trained = [x for x in args if x.requires_grad]
+    values = cz.Matryoshka(loss, (3, 8))(*args), sum((loss(*x) for x in cut), torch.zeros(()))
+    for found, expected in zip(*((x, *torch.autograd.grad(x, trained)) for x in values), strict=True):
+        close(found, expected)
 
 
 def test_anchors_may_be_kept_apart() -> None:
