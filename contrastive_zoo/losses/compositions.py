@@ -112,7 +112,8 @@ class WeightedSum(_Composition):
         weights: w_k; None is 1 for each, as in pytorch-metric-learning's MultipleLosses.
 
     Raises:
-        ValueError: no losses, a third-party loss or a class in place of its instance, or not one finite weight per loss.
+        ValueError: no losses, a third-party loss or a class in place of its instance, or not one finite weight per loss; at
+            the call losses that return unequal numbers of losses.
 
     Examples:
         >>> import contrastive_zoo as cz
