@@ -55,12 +55,24 @@ class ClassPairs:
         def on_block(rows: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
             *limits, centers, scale, gamma = more
             s = _similarities(rows, centers)
-            s = s.amax(2) if softness is None else ((s / gamma).softmax(2) * s).sum(2)
-            hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
+            if s.shape[2] > 1:
+                s = s.amax(2, keepdim=True) if softness is None else ((s / gamma).softmax(2) * s).sum(2, keepdim=True)
+            s = s[..., 0]
+            column = targets.clamp(0, max(0, s.shape[1] - 1))[:, None]
+            hit = torch.zeros_like(s, dtype=torch.bool)
+            if s.shape[1]:  # a rank may hold no class, or others than the target
+                hit.scatter_(1, column, column == targets[:, None])
+
+            def of_target(s: Tensor) -> Tensor:
+                return s.gather(1, column)[:, 0].where(column[:, 0] == targets, 0) if s.shape[1] else s.sum(1)
+
+            similarities = [of_target(s)]
             if harder is not None:
-                s = s.where(hit | (s <= limits[0][:, None]), s * (harder[1] + s))
+                s = s.where(s <= limits[0][:, None], s * (harder[1] + s))
+            if smoothed:
+                similarities.append(s.sum(1) - of_target(s))
             negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
-            return torch.stack([negatives, *(s.where(x, 0).sum(1) for x in (hit, ~hit)[: 1 + smoothed])], 1)
+            return torch.stack([negatives, *similarities], 1)
 
         batch, rows, is_whole = self.batch, [*self._compared], self.class_shards is None
         if harder is not None:

@@ -107,7 +107,7 @@ class ClassLoss(LabelledLoss, engine="classes"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         classes, each = self.num_classes if self.sharded else len(self.weights), self.weights.shape[1:-1].numel()
         learnt = stated.learnt(*(name for name in self._checks if name != "temperature"))
-        compared = Classes(["embeddings"], classes, each, matrices=7 if each == 1 else 4)  # fewer after the maximum
+        compared = Classes(["embeddings"], classes, each, matrices=5.2 if each == 1 else 4)  # fewer after the maximum
         return [*map(Shared, learnt), *super().entries(stated), compared]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
