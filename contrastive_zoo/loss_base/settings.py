@@ -304,7 +304,7 @@ class Settings(nn.Module):
                     value = present[name] = int(value)
                 else:
                     value = real(value)
-                if isinstance(value, Tensor) and not value.requires_grad:
+                if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
                     value = value.clone()  # a schedule may set it in place before the backward pass
             now[name] = value
         return Evaluated(values, computed, problem)
