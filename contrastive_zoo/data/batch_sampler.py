@@ -81,7 +81,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     ) -> None:
         self.seed, self.process_group = seed, process_group
         self.epoch = self.step = 0
-        self._earliest_epoch = 0  # the one that was set or loaded, until a batch is drawn
+        self._asked: list[int] = []  # the epochs that were set or loaded since a batch was drawn
         self._drop_last = drop_last
         world = World.of(process_group, type(self).__name__)
         if problem is None and not is_integer(seed, at_least=0):
@@ -122,16 +122,18 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         """Yield this rank's part of each global batch, from the position on.
 
         Raises:
-            ValueError: an epoch was set or loaded, and then an earlier one, before a batch was drawn.
+            ValueError: one epoch was set or loaded, and then an earlier one, before a batch was drawn.
         """
-        if self.epoch < self._earliest_epoch:  # a loader that counts epochs itself has set it
+        asked = self._asked
+        # a loader that counts epochs itself has set it; who counts the batches of all epochs sets more than two
+        if len(asked) == 2 and asked[1] < asked[0]:
             raise ValueError(
-                f"{type(self).__name__}: epoch {self._earliest_epoch} was set or loaded, so the next batch is of that epoch "
-                f"or a later one, got epoch {self.epoch}. With a loader that Accelerate has prepared, call "
+                f"{type(self).__name__}: epoch {asked[0]} was set or loaded, so the next batch is of that epoch or a later "
+                f"one, got epoch {asked[1]}. With a loader that Accelerate has prepared, call "
                 "loader.set_epoch(epoch) in place of sampler.set_epoch(epoch); to go back, call "
                 f"sampler.set_position({{'epoch': {self.epoch}, 'step': 0}})."
             )
-        self._earliest_epoch = 0
+        self._asked = []
         world = World.of(self.process_group)
         for batch in self._of_epoch()[self.step :]:
             bounds = self.bounds(batch, world.size)
@@ -156,7 +158,8 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             raise ValueError(f"{type(self).__name__}: an epoch is an integer in 0 … 2**62, got {epoch!r}.")
         if epoch != self.epoch:
             self.epoch, self.step = int(epoch), 0
-        self._earliest_epoch = max(self._earliest_epoch, self.epoch)
+        if self._asked[-1:] != [self.epoch]:
+            self._asked = [*self._asked, self.epoch]
 
     def get_position(self, *, step: int) -> dict[str, Any]:
         """Return the position after ``step`` batches of the epoch, which you count: a DataLoader's workers have read more.
@@ -189,7 +192,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         moved.set_epoch(position["epoch"])
         moved._check_step(position["step"])
         self.epoch, self.step, self._batches = moved.epoch, int(position["step"]), moved._batches
-        self._earliest_epoch = self.epoch
+        self._asked = [self.epoch]
 
     def _check_step(self, step: Any) -> None:
         if not is_integer(step, at_least=0) or step > len(self):

@@ -54,6 +54,9 @@ def test_an_epoch_that_was_set_is_not_replaced_by_an_earlier_one() -> None:
     sampler.set_epoch(2)
     sampler.set_position({"epoch": 0, "step": 0})
     assert list(sampler) == first
+    for epoch in (0, 1, 0):  # to count the batches of all epochs
+        sampler.set_epoch(epoch)
+    assert list(sampler) == first
 
 
 def test_a_loader_with_a_state_of_its_own_takes_a_sampler_for_one_without() -> None:
