@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
         lambda m: nn.Sequential(loss_of(m, MNRL), loss_of(m, table.CACHED_MNRL)),
         "has no gradient cache, and contains CachedMultipleNegativesRankingLoss",
     ),
-    "a cross encoder": (lambda m: nn.Sequential(nn.BCEWithLogitsLoss()), "a CrossEncoder compare no embeddings"),
+    "a cross encoder": (lambda m: nn.Sequential(nn.BCEWithLogitsLoss()), "a loss of a CrossEncoder needs no wrapper"),
     "gathered": (lambda m: loss_of(m, MNRL, {"gather_across_devices": True}), "Pass gather_across_devices=False"),
     "a loss of embeddings": (lambda m: nn.CosineEmbeddingLoss(), "holds no SentenceTransformer, SparseEncoder or"),
     **{
