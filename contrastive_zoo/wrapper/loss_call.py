@@ -66,17 +66,13 @@ class LossCall:
         bare = without_ddp(self.loss)
         if isinstance(bare, Loss) and bare.has_row_indices(self.bound.args, self.bound.kwargs):
             return NOT_WHOLE
-        return (
-            self.refusal(world)
-            or _ranks_problem(bare, world)
-            or unequal_problem(arguments)
-            or paired_problem(arguments)
-        )
+        return self.refusal(world) or unequal_problem(arguments) or paired_problem(arguments)
 
     def refusal(self, world: World) -> str | None:
         """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
         bare, named = without_ddp(self.loss), self.named
-        if isinstance(bare, nn.Module) and (problem := split_problem(bare)) is not None:
+        problem = split_problem(bare) if isinstance(bare, nn.Module) else None
+        if problem := problem or _ranks_problem(bare, world):
             return problem
         if named.get("ref_emb") is not None and (problem := references_problem(bare)):
             return f"it is wrong for other references than its batch: {problem}"
