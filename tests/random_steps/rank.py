@@ -150,7 +150,8 @@ class Rank:
         with first_calls, ExitStack() as undo:
             if everywhere:
                 undo.enter_context(next(x.made for x in of_user_code(self.twin) if x.what == change.what)())
-            for late, batch in enumerate(batches):
+            # the last step may be the first that shares the work, which ranks compare up to two steps later
+            for late, batch in enumerate([*batches, *batches[-1:] * 2]):
                 made = change if late == 0 and (everywhere or self.is_last) else Change("")
                 refused, texts = zip(*self._ends(batch, made, undo), strict=True)
                 if any(refused):
