@@ -220,7 +220,7 @@ def of_own_chance(generator: Callable[[], float]) -> Callable[..., Any]:
     return chance
 
 
-SAYS = "chance: its last value must be equal on all ranks … rank 0 found … rank 1 … generator of its own … check_equal=False"
+SAYS = "chance: its last value must be equal … rank 0 found … rank 1 found … generator of its own … check_equal=False"
 DISAGREEING: dict[str, Callable[[], Callable[[], float]]] = {
     "a generator": lambda: np.random.default_rng(rank()).random,
     "a millionth": lambda: itertools.repeat(1 + 1e-6 * rank()).__next__,

@@ -98,7 +98,7 @@ ONE, TWO, MINUS_ONE = (
 ANCHORS = {"results": {"anchor": 1.0, "other anchor": 2.0}}
 
 BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
-    ({"results": {"value": 1.0}}, {"results": {"value": 1.01}}, "rank 0 found 1 and rank 1 1.01"),
+    ({"results": {"value": 1.0}}, {"results": {"value": 1.01}}, "rank 0 found 1 and rank 1 found 1.01"),
     (ONE, TWO, "w has norm 1 on rank 0 and 2 on rank 1. Call"),
     (ONE, MINUS_ONE, "w has norm 1 on rank 0 and 1 on rank 1, but other numbers. Call"),
     ({"results": {"value": 1.0}}, {"results": {"value": 1.0 + 1e-7}}, None),
@@ -106,7 +106,11 @@ BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"results": {"value": torch.nan}}, {"results": {"value": torch.nan}}, None),
     ({"results": {"sample": 1.0}}, {"results": {"sample": 1.01}}, "different losses of the same samples"),
     ({"results": {"gradient": 1.0}}, {"results": {"gradient": 1.01}}, "batch.shared(parameter)"),
-    (ANCHORS, {"results": {"anchor": 2.0, "other anchor": 1.01}}, "rank 0, which holds it, found 1, rank 1 1.01"),
+    (
+        ANCHORS,
+        {"results": {"anchor": 2.0, "other anchor": 1.01}},
+        "rank 0, which holds it, found 1, and rank 1 found 1.01",
+    ),
     (ANCHORS, {"results": {"anchor": 2.0}}, None),
     ({"results": {"anchor": 1.0, "other anchor": 1.0}}, {"results": {"other anchor": 1.0}}, None),
     ({"level": 1.0}, {"level": 1.0 + 1e-5}, None),

@@ -82,8 +82,8 @@ class _Composition(Loss, engine="sum"):
             names = [type(self.members()[index]).__name__ for index, _ in self.terms()]
             got = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(names, values, strict=True))
             raise ValueError(
-                f"{type(self).__name__}: losses of a sum return equally many losses, got {got}. Pass all with "
-                "reduction='mean'; otherwise call them one by one."
+                f"{type(self).__name__}: losses of a sum return equally many losses, got {got}. Use "
+                "reduction='mean' in each, or call them one by one."
             )
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
 
@@ -112,8 +112,8 @@ class WeightedSum(_Composition):
         weights: w_k; None is 1 for each, as in pytorch-metric-learning's MultipleLosses.
 
     Raises:
-        ValueError: no losses, a third-party loss or a class in place of its instance, or not one finite weight per loss; at
-            the call losses that return unequal numbers of losses.
+        ValueError: no losses, a third-party loss or a class in place of its instance, or not one finite weight per loss. At
+            the call: members that return different numbers of losses.
 
     Examples:
         >>> import contrastive_zoo as cz

@@ -35,20 +35,21 @@ def _differ(a: float | None, b: float | None, relative: float, absolute: float) 
 
 _RESULTS = {
     "other anchor": (
-        "two ranks computed different losses of the same anchor: rank {owner}, which holds it, found {first:.9g}, rank "
-        "{rank} {second:.9g}. rows() may use only its arguments, settings and parameters, row by row: look for a number in "
-        "an object or a global, and draw random numbers from the global generators; check_equal=False turns this check off."
+        "two ranks computed different losses of the same anchor: rank {owner}, which holds it, found {first:.9g}, and rank "
+        "{rank} found {second:.9g}. rows() may use only its arguments, settings and parameters, row by row. Look for a "
+        "number in an object or a global, and draw random numbers from the global generators. check_equal=False turns this "
+        "check off."
     ),
     "value": (
-        "its last value must be equal on all ranks, but rank 0 found {first:.9g} and rank {rank} {second:.9g}. Look for "
-        "unequal parameters (torch.manual_seed(0) before you construct the loss), a number in a closure or a global, a "
-        "random generator of its own, or operations that are not deterministic; check_equal=False turns this check off."
+        "its last value must be equal on all ranks, but rank 0 found {first:.9g} and rank {rank} found {second:.9g}. Look "
+        "for unequal parameters (torch.manual_seed(0) before you construct the loss), a number in a closure or a global, a "
+        "random generator of its own, or operations that are not deterministic. check_equal=False turns this check off."
     ),
     "sample": (
-        "two ranks computed different losses of the same samples: rank 0 found {first:.9g}, rank {rank} {second:.9g}. "
-        "Look for a number in an object, a closure or a global that differs, and make it a setting or a buffer. If "
-        "compute() draws random numbers, state Inputs(…, whole=True): every rank then computes all of the loss, with the "
-        "same numbers. check_equal=False turns this check off."
+        "two ranks computed different losses of the same samples: rank 0 found {first:.9g} and rank {rank} found "
+        "{second:.9g}. Look for a number in an object, a closure or a global that differs, and make it a setting or a "
+        "buffer. If compute() draws random numbers, state Inputs(…, whole=True): every rank then computes all of the loss, "
+        "with the same numbers. check_equal=False turns this check off."
     ),
     "gradient": (
         "the gradient of its parameters came out differently on two ranks, before any all-reduce. In compute(), a parameter "

@@ -193,7 +193,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.Matryoshka(cz.ProxyNCA(3, 3), [2])(EYE, Y), "ProxyNCA, of a prefix of 2: … embedding_size=2"),
     (
         lambda: cz.WeightedSum([cz.InfoNCE(reduction="none"), cz.NTXent(reduction="none"), cz.VICReg()])(EYE, EYE),
-        "WeightedSum: losses of a sum … got InfoNCE [3], NTXent [6], VICReg []. Pass all with reduction='mean'",
+        "WeightedSum: losses of a sum … got InfoNCE [3], NTXent [6], VICReg []. Use reduction='mean' in each",
     ),
     (lambda: cz.WeightedSum([]), "one weight for each of 0 terms"),
     (lambda: cz.WeightedSum([cz.SupCon(), nn.MSELoss()]), "this library's, got MSELoss"),
