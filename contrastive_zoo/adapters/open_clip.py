@@ -59,13 +59,22 @@ class ClipLoss(nn.Module):
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of all ranks' pairs, from this rank's."""
-        loss = self._contrastive_loss(image_features, text_features, logit_scale, logit_bias)
+        # in bfloat16 the inverse would be rounded once more
+        settings = {"temperature": 1 / at_least_float32(logit_scale), **self._settings(logit_bias)}
+        for name, x in settings.items():
+            setattr(self.contrastive, name, x)
+        try:
+            loss = self.contrastive(image_features, text_features)
+        finally:  # they hold the graph of the model
+            for name in settings:
+                setattr(self.contrastive, name, 1.0)
+        if logit_bias is not None and "logit_bias" not in settings:
+            loss = loss + 0 * logit_bias.sum()  # DDP waits for a gradient of each parameter of the model
         return {"contrastive_loss": loss} if output_dict else loss
 
-    def _contrastive_loss(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-        loss = _value(self.contrastive, images, texts, temperature=_inverse(scale))
-        # DDP waits for a gradient of each parameter of the model
-        return loss if bias is None else loss + 0 * bias.sum()
+    def _settings(self, bias: Tensor | None) -> dict[str, Tensor]:
+        """Return the settings of this step beside the temperature."""
+        return {}
 
 
 class SigLipLoss(ClipLoss):
@@ -86,27 +95,10 @@ class SigLipLoss(ClipLoss):
 
     make = staticmethod(partial(SigLIP, temperature=1.0, logit_bias=0.0, normalize=False))
 
-    def _contrastive_loss(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _settings(self, bias: Tensor | None) -> dict[str, Tensor]:
         if bias is None:
             raise ValueError("SigLipLoss: logit_bias is missing. Pass the model's bias: logit_bias=model.logit_bias.")
-        # as a parameter, the model's bias would become one of the loss
-        return _value(self.contrastive, images, texts, temperature=_inverse(scale), logit_bias=bias.view_as(bias))
-
-
-def _inverse(logit_scale: Tensor) -> Tensor:
-    """Return the temperature, in float32 or wider: the inverse of a scale in bfloat16 would be rounded once more."""
-    return 1 / at_least_float32(logit_scale)
-
-
-def _value(loss: DistributedLoss[Tensor], *rows: Tensor, **settings: Tensor) -> Tensor:
-    """Return the loss with the settings of this step, which it forgets: they hold the graph of the model."""
-    for name, x in settings.items():
-        setattr(loss, name, x)
-    try:
-        return loss(*rows)
-    finally:
-        for name in settings:
-            setattr(loss, name, 1.0)
+        return {"logit_bias": bias.view_as(bias)}  # as a parameter, the model's bias would become one of the loss
 
 
 __all__ = ["ClipLoss", "SigLipLoss"]

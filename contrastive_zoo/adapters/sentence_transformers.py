@@ -25,7 +25,7 @@ from contrastive_zoo.ranks.row_checks import described, word_problem
 from contrastive_zoo.ranks.session import Session, agree, agree_on_shards, refuse
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
-from contrastive_zoo.wrapper.call_history import CallHistory, join_problem, watch_joins
+from contrastive_zoo.wrapper.call_history import CallHistory, join_problem
 from contrastive_zoo.wrapper.distributed import GradReduction, LossAttributes
 
 with needed("contrastive_zoo.adapters.sentence_transformers", "sentence-transformers[train]>=6"):
@@ -102,7 +102,6 @@ class DistributedSentenceLoss(LossAttributes):
         self._cached = next((x for x in loss.modules() if _is_cached(x)), None)
         self._holders = [(x, name) for x in loss.modules() for name, y in x.named_children() if y is self.model]
         self._history = CallHistory()
-        watch_joins()
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
         """Return the loss of all ranks' sentences, given the local inputs of each column, and labels if it takes any."""
@@ -120,7 +119,6 @@ class DistributedSentenceLoss(LossAttributes):
 
     def _of_all_ranks(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
         name, encoder, history = type(self.loss).__name__, _core(self.model), self._history
-        watch_joins()  # a wrapper may have come by pickle
         modules = LossModules(self.loss, apart={x for of in (self.model, *self._guides) for x in of.modules()})
         held = {key: x for key, x in modules.settings().items() if key.rpartition(".")[2] not in _OF_A_RANK}
         named = {"labels": labels} if isinstance(labels, Tensor) else {}

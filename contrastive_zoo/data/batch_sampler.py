@@ -225,13 +225,6 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     batch_sampler = sampler
 
 
-def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
-    """Return the samples of each batch in the order of their keys, given each sample's batch; −1 is in none."""
-    order = np.lexsort((keys, batch_of))
-    counts = np.bincount(batch_of + 1)
-    return np.split(order[counts[0] :], np.cumsum(counts[1:])[:-1])
-
-
 class GlobalBatchSampler(BaseBatchSampler):
     """Global batches of ``batch_size`` samples, each sample once per epoch.
 
@@ -310,11 +303,8 @@ def _emptied(one: Any, two: Any) -> Any:
     """Return what a batch of no samples has in place of ``one`` and ``two``, those of one and of two equal samples."""
     kind: Any = type(one)
     if kind is type(two):
-        if (
-            isinstance(one, (Tensor, np.ndarray, list, tuple))
-            and getattr(one, "ndim", True)
-            and len(two) == 2 * len(one)
-        ):
+        has_length = isinstance(one, (Tensor, np.ndarray, list, tuple)) and getattr(one, "ndim", True)
+        if has_length and len(two) == 2 * len(one):
             return one[:0]
         if isinstance(one, (list, tuple)) and len(two) == len(one):
             parts = map(_emptied, one, two)

@@ -11,14 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.data.batch_sampler import (
-    BaseBatchSampler,
-    Batches,
-    SamplerOptions,
-    even_bounds,
-    grouped,
-    size_problem,
-)
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, SamplerOptions, even_bounds, size_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
 from contrastive_zoo.ranks.world import World
@@ -58,6 +51,13 @@ def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hash
     known: dict[Hashable, int] = {}
     numbers = ([known.setdefault(value, len(known)) for value in _values(column)] for column in columns)
     return [np.array(x, dtype=np.int64) for x in numbers], list(known)
+
+
+def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
+    """Return the samples of each batch in the order of their keys, given each sample's batch; −1 is in none."""
+    order = np.lexsort((keys, batch_of))
+    counts = np.bincount(batch_of + 1)
+    return np.split(order[counts[0] :], np.cumsum(counts[1:])[:-1])
 
 
 Singletons = Literal["raise", "keep", "drop"]

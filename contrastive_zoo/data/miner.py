@@ -17,7 +17,7 @@ from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.transport import payload_of
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
-from contrastive_zoo.wrapper.loss_call import paired_problem, refuse_gathering, unequal_problem
+from contrastive_zoo.wrapper.loss_call import paired_problem, refuse_gathering
 
 # private attributes of pytorch-metric-learning's miners that list what record-keeper writes
 _RECORDED = ("_record_these", "_record_these_stats")
@@ -77,7 +77,7 @@ class DistributedMiner(nn.Module):
         if world.size > 1:
             arguments = Arguments.of(rows)
             device = device_of(arguments.rows)
-            problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
+            problem = arguments.problem or paired_problem(arguments.leaves)
             if problem is not None:  # the statement is made of rows that can be sent
                 refuse(name, problem, world=session)
             settings = {**LossModules(self.miner).settings(), **arguments.compared}

@@ -132,10 +132,6 @@ class Mining:
     among_themselves: bool
 
     @property
-    def rows(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in _ROWS}
-
-    @property
     def problem(self) -> str | None:
         problem = settings_problem(normalize=self.normalize) or rows_problem(self.queries, self.corpus, "corpus")
         if problem is None and not self.among_themselves:
@@ -207,7 +203,7 @@ class Mining:
         of_this_rank = {*_ROWS, "process_group"}
         settings = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in of_this_rank}
         stated: Any = {"problem": self.problem, "settings": settings, "distinct": self.corpus}
-        shards = agree_on_shards(_NAME, self.rows, world=session, **stated)
+        shards = agree_on_shards(_NAME, {name: getattr(self, name) for name in _ROWS}, world=session, **stated)
         queries, self.shards = shards[:2]  # of the queries, and of the corpus
         with reported(self.world), torch.device("cpu"):
             # with a second dimension, on the CPU

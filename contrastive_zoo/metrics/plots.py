@@ -62,7 +62,20 @@ def similarity_histogram(
         >>> figure.axes[0].get_xlabel()
         'cosine'
     """
-    positive, negative = _pair_counts(queries, gallery, labels, gallery_labels, bins, World.of(process_group))
+    inputs = Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels)
+    problem = inputs.inputs_problem()
+    if not is_integer(bins, at_least=1):
+        problem = f"bins is an integer, at least 1, got {described(bins)}."
+    world = World.of(process_group)
+    stated: Any = {"problem": problem, "settings": {"bins": bins, "among the queries": gallery is None}}
+    shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, distinct=inputs.rows, **stated)
+    of_rows = labels if gallery_labels is None else gallery_labels
+    both = labels.to(queries.device), of_rows.to(inputs.rows.device)
+    sums = pair_sums(
+        unit(queries), unit(inputs.rows), both, shards[gallery is not None], world,
+        among_themselves=gallery is None, bins=bins,
+    )  # fmt: skip
+    positive, negative = torch.from_numpy(np.sum(world.exchange(sums["counts"].long().tolist()), 0)).view(2, bins)
     with styled_figure(1, 1, figsize=(7.5, 4.2)) as (figure, axis):
         for counts, name, colour in ((negative, "negative", WRONG), (positive, "positive", RIGHT)):
             draw_density(axis, counts, f"{name} pairs, {int(counts.sum()):,}", colour)
@@ -133,25 +146,6 @@ def measurement_picture(measurement: Measurement) -> Figure:
 def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
     centred = rows - rows.mean(0)
     return centred @ torch.linalg.svd(centred).Vh.T[:, :2]
-
-
-def _pair_counts(
-    queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
-) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
-    inputs = Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels)
-    problem = inputs.inputs_problem()
-    if not is_integer(bins, at_least=1):
-        problem = f"bins is an integer, at least 1, got {described(bins)}."
-    stated: Any = {"problem": problem, "settings": {"bins": bins, "among the queries": gallery is None}}
-    shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, distinct=inputs.rows, **stated)
-    of_rows = labels if gallery_labels is None else gallery_labels
-    both = labels.to(queries.device), of_rows.to(inputs.rows.device)
-    sums = pair_sums(
-        unit(queries), unit(inputs.rows), both, shards[gallery is not None], world,
-        among_themselves=gallery is None, bins=bins,
-    )  # fmt: skip
-    positive, negative = torch.from_numpy(np.sum(world.exchange(sums["counts"].long().tolist()), 0)).view(2, bins)
-    return positive, negative
 
 
 @contextmanager

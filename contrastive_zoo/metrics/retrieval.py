@@ -1,5 +1,6 @@
 """Retrieval metrics that collect embeddings batch by batch."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,9 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.measurement import measured
 from contrastive_zoo.metrics.ranking import names_problem
-from contrastive_zoo.metrics.task import DEFAULT, JUDGED, NUMBERS, ROWS, Evaluation
+from contrastive_zoo.metrics.task import DEFAULT, JUDGED, ROWS, Evaluation
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class RetrievalMetrics:
@@ -98,29 +97,18 @@ class RetrievalMetrics:
             ValueError: the same on every rank, what :func:`contrastive_zoo.metrics.evaluate` raises.
         """
         world = World.of(self.process_group, "RetrievalMetrics")
-        if not any(x for (x,) in world.exchange([len(self.batches)])):  # equal on every rank
+        arguments: dict[str, Any] = {name: torch.cat(batches) for name, batches in self.batches.items()}
+        kinds = {name: [str(x.dtype).removeprefix("torch."), *x.shape[1:]] for name, x in arguments.items()}
+        for of_rank in world.exchange_text(json.dumps(kinds)):  # what only other ranks have collected is empty here
+            for name, (dtype, *shape) in json.loads(of_rank).items():
+                arguments.setdefault(name, torch.empty(0, *shape, dtype=getattr(torch, dtype), device="cpu"))
+        if not arguments:  # equal on every rank
             raise ValueError(
                 "RetrievalMetrics: compute() came before any update(). Call update(embeddings, labels=labels) first."
             )
-        arguments: dict[str, Any] = self._collected(world)
         if JUDGED[0] in arguments:
             arguments["judgements"] = tuple(arguments.pop(name) for name in JUDGED)
         settings: dict[str, Any] = {"normalize": self.normalize, "process_group": self.process_group}
         result = measured("RetrievalMetrics", Evaluation(**arguments, metrics=self.names, **settings))
         numbers = {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
-
-    def _collected(self, world: World) -> dict[str, Tensor]:
-        """Return the collected embeddings, and empty ones for what only other ranks have collected."""
-        names = (*ROWS, *NUMBERS, *JUDGED)
-        tensors = {name: torch.cat(of_name) for name, of_name in self.batches.items()}
-        rows = tensors.get("queries")
-        like = [rows.shape[-1], 1 + _DTYPES.index(rows.dtype)] if rows is not None and rows.dtype in _DTYPES else [0, 0]
-        by_rank = world.exchange([*like, *(name in tensors for name in names)])
-        width, dtype = max(x[:2] for x in by_rank)
-        empty = torch.empty(0, width, dtype=_DTYPES[max(0, dtype - 1)], device="cpu")
-        for name, *known in zip(names, *(x[2:] for x in by_rank), strict=True):
-            if name not in tensors and any(known):
-                numbers = empty.new_empty(0, dtype=torch.float64 if name == "grades" else torch.int64)
-                tensors[name] = empty if name in ROWS else numbers
-        return tensors

@@ -5,7 +5,6 @@ higher than anything that faiss may have missed by rounding. The rest is compare
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,19 +24,6 @@ _ELEMENTS = 2**21  # elements of the float64 matrices that are held at once, 16 
 _PAIR_ELEMENTS = 2**19  # elements of candidates at once: they stay in the cache (three times as fast as 2^22)
 _UNCERTAIN = 256  # queries that are compared with all embeddings at once
 _MARGIN = 8  # candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added
-
-
-@contextmanager
-def _faiss() -> Iterator[Any]:
-    """Yield faiss with torch's number of threads: the ranks of one machine share its cores."""
-    import faiss
-
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(torch.get_num_threads())
-    try:
-        yield faiss
-    finally:
-        faiss.omp_set_num_threads(before)
 
 
 # scores and positions of the nearest embeddings, and for which queries no other one has the score of the k-th
@@ -125,11 +111,17 @@ class Gallery:
         return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126 + of_ties
 
     def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
+        import faiss  # an optional dependency
+
         best, positions = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+        threads = faiss.omp_get_max_threads()
         for start, rows in self.blocks():
             vectors = queries.float().numpy(), rows.float().numpy()
-            with _faiss() as faiss:
+            faiss.omp_set_num_threads(torch.get_num_threads())  # the ranks of one machine share its cores
+            try:
                 nearest = faiss.knn(*vectors, min(depth, len(rows)), faiss.METRIC_INNER_PRODUCT)
+            finally:
+                faiss.omp_set_num_threads(threads)
             scores, places = map(torch.from_numpy, nearest)
             positions = torch.cat([positions, (places + start).masked_fill(places < 0, -1)], 1)
             best, order = torch.cat([best, scores], 1).topk(min(depth, positions.shape[1]), dim=1)

@@ -20,9 +20,6 @@ from contrastive_zoo.ranks.session import Findings, Session
 from contrastive_zoo.ranks.suggestions import warn_once
 from contrastive_zoo.wrapper.graphs import graph_nodes, leaf_of
 
-_Check = tuple[int, Callable[[Sequence[float]], str | None]]
-"""How many numbers a check reads, and what it concludes from them."""
-
 _made = 0  # how many wrappers this process, or this rank of a world of threads, has made
 
 _FIRST_CALLS, _EVERY = 8, 64
@@ -48,6 +45,7 @@ class CallHistory:
     """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header."""
 
     def __init__(self) -> None:
+        watch_joins()
         self.made = _next_number()  # how many wrappers this process has made until this one
         self.wrapper = 0  # the number of the handshake of its first call, by which all ranks know it; 0 before
         self._group: weakref.ref[GroupState] | None = None  # of the last call
@@ -60,7 +58,7 @@ class CallHistory:
         self._results: dict[str, Callable[[], list[float]]] = {}
         self.tolerance = 0.0  # of these: that of the last call's embeddings, on every rank that has results
         self._fingerprint: Callable[[], Fingerprint] | None = None
-        self.checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
+        self.checks: list[tuple[list[ValueCheck], Callable[[], list[float]]]] = []  # of a device, and their numbers
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
@@ -69,6 +67,7 @@ class CallHistory:
 
     def enter(self, state: GroupState) -> None:
         """Begin a call in a process group, where nothing is compared that calls in another group have left."""
+        watch_joins()  # a wrapper may have come by pickle
         if self._group is None or self._group() is not state:
             held = (number for number, history in state.wrappers.items() if history is self)
             self._group, self.wrapper = weakref.ref(state), max(held, default=0)
@@ -125,11 +124,8 @@ class CallHistory:
 
     def results(self) -> dict[str, float]:
         """What the previous call left to compare, once, by name."""
-        reads, self._results, results = self._results, {}, {}
-        for name, read in reads.items():
-            if numbers := read():
-                results[name] = sum(numbers)
-        return results
+        reads, self._results = self._results, {}
+        return {name: sum(numbers) for name, read in reads.items() if (numbers := read())}
 
     def fingerprint(self, state: Numbers, rows: Mapping[str, Tensor]) -> Fingerprint:
         """The fingerprint of this call; that of the previous one if some numbers are on an accelerator."""
@@ -141,27 +137,21 @@ class CallHistory:
             due = Fingerprint if self.calls else now
         return due()
 
-    def look_later(self, checks: Sequence[ValueCheck]) -> None:
-        """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""
-        for device in dict.fromkeys(x.numbers.device for x in checks):  # usually there is one
-            here = [x for x in checks if x.numbers.device == device]
-            numbers = read_later(torch.cat([x.numbers.long() for x in here]))
-            self.checks.append(([(len(x.numbers), x.problem) for x in here], numbers))
-
     def look_at_values(self, name: str, findings: Findings, *, positives: bool) -> None:
-        """Start to look at the values of a call, and for ``positives`` whether its samples have any."""
+        """Start to copy what the next call looks at: values of this call, and for ``positives`` if its samples have any."""
         checks = [*(findings.later or ())]
         if positives and findings.labels is not None:
             checks += self.positives.checks(name, findings.labels)
-        if checks:
-            self.look_later(checks)
+        for device in dict.fromkeys(x.numbers.device for x in checks):  # usually there is one, and so one copy
+            here = [x for x in checks if x.numbers.device == device]
+            self.checks.append((here, read_later(torch.cat([x.numbers.long() for x in here]))))
 
     def values_problem(self) -> str | None:
         """What was wrong with the values that the previous call looked at on an accelerator, once; None if nothing was."""
         checks, self.checks = self.checks, []
         for of_device, read in checks:
             numbers = iter(read())
-            result = [problem([*itertools.islice(numbers, count)]) for count, problem in of_device]
+            result = [x.problem([*itertools.islice(numbers, len(x.numbers))]) for x in of_device]
             if reason := next(filter(None, result), None):
                 return f"at the previous call (on accelerators values are looked at without waiting): {reason}"
         return None
@@ -194,23 +184,20 @@ def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
     """The session of a step; NaN and infinite values of embeddings on an accelerator are refused in the next call."""
     if not session.check_finite or all(map(on_cpu, rows.values())) or all(map(attrgetter("is_meta"), rows.values())):
         return session
-    floating = {name: x.detach() for name, x in rows.items() if x.dtype in DIFFERENTIABLE}
     if (later := session.findings.later) is not None:
-        for device in dict.fromkeys(x.device for x in floating.values()):
-            here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
-            finite = torch.stack(list(here.values()))
-            later.append(ValueCheck(finite, functools.partial(_finite_problem, list(here))))
+        finite = {name: x.detach().isfinite().all()[None] for name, x in rows.items() if x.dtype in DIFFERENTIABLE}
+        later += [ValueCheck(x, functools.partial(_finite_problem, name)) for name, x in finite.items()]
     return replace(session, check_finite=False)
 
 
-def _finite_problem(names: Sequence[str], finite: Sequence[float]) -> str | None:
-    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-    if not bad:
-        return None
-    return (
-        f"{', '.join(bad)} held NaN or infinite values. Look for a diverged encoder, a division by a zero norm or an "
-        "overflow in half precision; check_finite=False lets them through."
-    )
+def _finite_problem(name: str, is_finite: Sequence[float]) -> str | None:
+    return None if is_finite[0] else _NOT_FINITE.format(name=name)
+
+
+_NOT_FINITE = (
+    "{name} held NaN or infinite values. Look for a diverged encoder, a division by a zero norm or an overflow in half "
+    "precision; check_finite=False lets them through."
+)
 
 
 JOINED: list[Any] = []  # the contexts that this process is in

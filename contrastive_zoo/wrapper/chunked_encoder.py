@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,19 +54,12 @@ def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         buffers[name].copy_(x)
 
 
-class Chunk(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+Chunk = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of one call
 
 
 def has_samples(x: Any) -> bool:
     """Return whether x is a dense tensor whose dimension 0 counts samples."""
     return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.ndim > 0
-
-
-def is_empty(chunk: Chunk) -> bool:
-    counts = [len(x) for x in tree_leaves(tuple(chunk)) if has_samples(x)]
-    return bool(counts) and not any(counts)
 
 
 class ChunkedEncoder:
@@ -79,7 +72,7 @@ class ChunkedEncoder:
 
     def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
         self.model = model
-        self.chunks = [x for x in chunks if not is_empty(x)]
+        self.chunks = [chunk for chunk in chunks if any(len(x) for x in tree_leaves(chunk) if has_samples(x))]
         self.example = (self.chunks or chunks)[:1]  # of a chunk, maybe an empty one
         self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
         kinds = ("cpu", *{device.type for device in self.devices})
@@ -100,7 +93,8 @@ class ChunkedEncoder:
             yield
 
     def _outputs(self, chunk: Chunk) -> list[Any]:
-        outputs, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
+        args, kwargs = chunk
+        outputs, self.tree = tree_flatten(self.model(*args, **kwargs))
         return [x[:0] if self.is_borrowed and has_samples(x) else x for x in outputs]
 
     def _first_pass(self) -> list[list[Any]]:

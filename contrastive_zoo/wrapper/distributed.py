@@ -19,10 +19,10 @@ from contrastive_zoo.ranks.row_checks import first_non_finite, flag_problem, wor
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
-from contrastive_zoo.wrapper.call_history import CallHistory, looking_later, watch_joins
-from contrastive_zoo.wrapper.loss_call import LossCall, model_problem, native_and_replaced, refuse_gathering, signature
+from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
+from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, refuse_gathering, signature
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
-from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep, compared_options
+from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep
 
 R = TypeVar("R", default=Any)  # what the loss returns
 GradReduction = Literal["mean", "sum"]
@@ -126,7 +126,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         batch_dim: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        watch_joins()
         checks = {"check_finite": check_finite, "check_equal": check_equal, "check_distinct": check_distinct}
         refuse_bad_options(grad_reduction, prefer_native=prefer_native, ring=ring, **checks)
         refuse_gathering("DistributedLoss", "loss", loss)
@@ -176,11 +175,10 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
         session = looking_later(session, call.inputs.rows)
-        roles = self._roles() if self.shared or self.batch_dim else NO_ROLES
-        step = self, bare, compared_options(self, roles), session
+        step = self, bare, session
         if isinstance(call, CallInputs):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
-            value = OwnStep(call.name, call, *step, bare, compute).compute()
+            value = OwnStep(call.name, call, *step, compute).compute()
         else:
             value = ThirdPartyStep(loss_name(bare), call, *step).compute()
         if self.grad_reduction == "sum":
@@ -207,7 +205,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         return LossCall(self.loss, self.miner, bound, self._roles())
 
     def _session(self, bare: Any) -> Session:
-        watch_joins()  # a wrapper may have come by pickle
         world = World.of(self.process_group)
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
@@ -248,8 +245,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
             value = bare.compute(batch) if loss is bare else loss(batch)
         else:
             value = call.mine_and_compute(session)
-            if isinstance(bare, nn.Module) and (problem := model_problem(bare, value)) is not None:
-                refuse(loss_name(bare), problem, world=session)
         self._history.look_at_values(loss_name(bare), session.findings, positives=self.check_finite)
         if observer is not None:
             observer.observe(bare, rows, [Shards((len(x),)) for x in rows.values()], session)

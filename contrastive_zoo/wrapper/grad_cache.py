@@ -1,6 +1,5 @@
 """Large batches in small memory: one autograd node runs the encoder twice, chunk by chunk, without a graph and with one."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_probl
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
-from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, has_samples
+from contrastive_zoo.wrapper.chunked_encoder import ChunkedEncoder, has_samples
 from contrastive_zoo.wrapper.token_chunks import mask_parts, mask_problem
 
 
@@ -84,7 +83,10 @@ class GradCache(nn.Module):
         counts = {len(x) for x in leaves if has_samples(x)}
         problem = None if len(counts) == 1 else f"tensors have one number of rows, got {sorted(counts) or 'no tensor'}."
         whole = next((x for x in leaves if isinstance(x, Tensor) and x.ndim and not has_samples(x)), None)
-        problem = (None if whole is None else tensor_problem("each input", whole)) or problem or _inputs_problem(leaves)
+        problem = (None if whole is None else tensor_problem("each input", whole)) or problem
+        if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+            fix = "Put trainable preprocessing into the model, or detach the inputs."
+            problem = problem or f"inputs carry a gradient, which stops here. {fix}"
         mask: Any = kwargs.get("attention_mask")
         parts: list[tuple[Any, slice]] = []  # samples of each chunk, and the columns of tensors of tokens
         if self.chunk_tokens is not None:
@@ -99,7 +101,7 @@ class GradCache(nn.Module):
                 return x
             return x[rows, columns] if columns != slice(None) and x.shape[1:2] == mask.shape[1:2] else x[rows]
 
-        chunks = [Chunk(*tree_unflatten([part(x, *of_chunk) for x in leaves], tree)) for of_chunk in parts]
+        chunks = [tree_unflatten([part(x, *of_chunk) for x in leaves], tree) for of_chunk in parts]
         output = self._encoded(ChunkedEncoder(self.model, chunks), problem or _trainer_problem(self.model))
         if self.chunk_tokens is None:
             return output
@@ -145,10 +147,3 @@ def _trainer_problem(model: nn.Module) -> str | None:
             "fully_shard on the encoder and its blocks, not on a module that holds GradCache."
         )
     return None
-
-
-def _inputs_problem(inputs: Sequence[Any]) -> str | None:
-    problem = (
-        "inputs carry a gradient, which stops here. Put trainable preprocessing into the model, or detach the inputs."
-    )
-    return problem if any(isinstance(x, Tensor) and x.requires_grad for x in inputs) else None

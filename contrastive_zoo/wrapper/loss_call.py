@@ -13,7 +13,7 @@ from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.losses.references import references_problem
 from contrastive_zoo.ranks.devices import split_problem
 from contrastive_zoo.ranks.one_process import in_one_process
-from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem
+from contrastive_zoo.ranks.row_checks import described, is_integer
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
@@ -58,22 +58,30 @@ class LossCall:
             references = [x for name in ("ref_emb", "ref_labels") if (x := named.pop(name, None)) is not None]
             mine = partial(self.miner, *[*named.values()][:2], *references)
             mined["indices_tuple"] = in_one_process(mine, loss_name(self.miner), world)
-        compute = partial(self.loss, *bound.args, **bound.kwargs | mined)
-        return in_one_process(compute, loss_name(without_ddp(self.loss)), world, self.loss)
+        compute, bare = partial(self.loss, *bound.args, **bound.kwargs | mined), without_ddp(self.loss)
+        value = in_one_process(compute, loss_name(bare), world, self.loss)
+        if isinstance(bare, nn.Module) and (problem := model_problem(bare, value)) is not None:
+            raise ValueError(f"{loss_name(bare)}: {problem}")  # equal on every rank
+        return value
 
     def problem(self, world: World) -> str | None:
         arguments = self.bound.arguments if self.roles is NO_ROLES else self.roles.of_rows(self.bound.arguments)
         bare = without_ddp(self.loss)
         if isinstance(bare, Loss) and bare.has_row_indices(self.bound.args, self.bound.kwargs):
             return NOT_WHOLE
-        return self.refusal(world) or unequal_problem(arguments) or paired_problem(arguments)
+        return self.refusal(world) or paired_problem(arguments)
 
     def refusal(self, world: World) -> str | None:
         """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
         bare, named = without_ddp(self.loss), self.named
         problem = split_problem(bare) if isinstance(bare, nn.Module) else None
-        if problem := problem or _ranks_problem(bare, world):
+        if problem is not None:
             return problem
+        made_for = 1 if isinstance(bare, Loss) else getattr(bare, "world_size", 1)
+        if world.size > 1 and is_integer(made_for, at_least=2):
+            # as open_clip's, which would look for the ranks' samples here
+            words = "its world_size is 1, since it gets the samples of all ranks at once"
+            return f"{words}, got {made_for}. Construct it for one process."
         if named.get("ref_emb") is not None and (problem := references_problem(bare)):
             return f"it is wrong for other references than its batch: {problem}"
         indices = named.get("indices_tuple")
@@ -105,29 +113,13 @@ def signature(loss: Any) -> inspect.Signature:
     return result.replace(parameters=named) if isinstance(loss, Loss) else result
 
 
-def _ranks_problem(loss: Any, world: World) -> str | None:
-    """Return that a loss was made for several ranks, as open_clip's are, whose samples it would look for here."""
-    size = getattr(loss, "world_size", 1)
-    if isinstance(loss, Loss) or not is_integer(size, at_least=2) or world.size == 1:
-        return None
-    return f"its world_size is 1, since it gets the samples of all ranks at once, got {size}. Construct it for one process."
-
-
-def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
-    """Why the number of labels of a third-party loss or miner is wrong, in words; None if it is right."""
-    rows, labels = arguments.get("embeddings"), arguments.get("labels")
-    if not isinstance(rows, Tensor) or not isinstance(labels, Tensor) or labels.ndim != 1:
-        return None
-    if rows.ndim == 0:
-        return f"embeddings are rows, one a label, got {described(rows)} with {len(labels)} labels."
-    return labels_problem("labels", labels.long(), len(rows)) if len(labels) != len(rows) else None
-
-
 def paired_problem(arguments: Mapping[str, Any]) -> str | None:
     """Which of this rank's arguments do not pair row by row, in words; the totals over all ranks may agree all the same."""
     counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
     inputs = {name for name, x in arguments.items() if x is not None}
     pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
+    if isinstance(labels := arguments.get("labels"), Tensor) and labels.ndim == 1:
+        pairs.append(("labels", "embeddings", "are one per row"))
     if inputs.isdisjoint(_NAME_PARTNERS):
         pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
     first_view = next((name for name in arguments if name.startswith("view")), "")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import CHOOSES_KERNELS, NO_KERNELS, is_dense
@@ -32,8 +32,8 @@ from contrastive_zoo.ranks.suggestions import warn_once
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import JOINED, CallHistory, join_problem
-from contrastive_zoo.wrapper.loss_call import NOT_WHOLE, LossCall, model_problem
-from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem, row_numbers_problem
+from contrastive_zoo.wrapper.loss_call import NOT_WHOLE, LossCall
+from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, role_problem, row_numbers_problem
 
 T = TypeVar("T")
 
@@ -41,13 +41,6 @@ _SAMPLES, _SAMPLE_BYTES = 256, 2**16
 """Rows of all ranks, and bytes of one, that are compared at most: rounding up, a millisecond at few of the calls."""
 
 ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_dim`` as
-
-
-def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
-    """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
-    compared = {"grad_reduction": wrapper.grad_reduction, "training": str(wrapper.training), "ring": str(wrapper.ring)}
-    compared[ROLES] = "" if roles is NO_ROLES else str(roles)
-    return compared
 
 
 @dataclass
@@ -58,7 +51,6 @@ class DistributedStep(ABC):
     call: Any  # what this rank states of its call
     options: Any  # the wrapper, whose attributes are the options
     bare: Any  # its loss without DDP, which may be another than the call's
-    compared: Mapping[str, str]  # the options and arguments that must be equal on every rank
     session: Session
 
     def __post_init__(self) -> None:
@@ -140,7 +132,10 @@ class DistributedStep(ABC):
     def _completed(self, statement: Statement) -> Statement:
         """The statement with settings, options, and what earlier calls have left to compare."""
         history, options = self.history, self.options
-        compared = _with_names_apart(self.modules.settings(), self.compared)
+        of_wrapper = {name: str(getattr(options, name)) for name in ("grad_reduction", "training", "ring")}
+        roles = options._roles()
+        of_wrapper[ROLES] = "" if roles is NO_ROLES else str(roles)
+        compared = _with_names_apart(self.modules.settings(), of_wrapper)
         compared["plain_formulas()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         if not all(map(on_cpu, self.rows.values())):
@@ -149,10 +144,7 @@ class DistributedStep(ABC):
             compared["the monitor"] = self.observer.compared()
         # errors name the first difference: another loss, then other arguments, then other options
         first = {name: compared[name] for name in ("the loss", ROLES)}
-        arguments = {**first, **statement.compared}
-        for name in arguments.keys() & compared.keys() - first.keys():
-            compared[f"the loss's {name}"] = compared.pop(name)
-        statement.compared = arguments | compared
+        statement.compared = {**first, **statement.compared, **_with_names_apart(compared, statement.compared)}
         statement.problem = self._problem(statement)
         statement.results, statement.results_tolerance = history.results(), history.tolerance
         history.tolerance = statement.tolerance  # of what this call leaves to compare
@@ -199,7 +191,6 @@ def _with_names_apart(of_loss: Mapping[str, T], others: Mapping[str, T]) -> dict
 @dataclass
 class OwnStep(DistributedStep):
     call: CallInputs
-    loss: Loss
     compute_batch: Callable[[Batch], Any]
 
     @property
@@ -267,7 +258,7 @@ class OwnStep(DistributedStep):
 
         def result(*, draws: bool) -> Tensor:
             copies: dict[int, Any] = {}
-            loss, device = copy.deepcopy(self.loss, copies), device_of(self.rows)
+            loss, device = copy.deepcopy(self.bare, copies), device_of(self.rows)
             with generators_kept(device):
                 if draws:
                     draw_from_generators([*copies.values()], device)
@@ -325,8 +316,8 @@ class ThirdPartyStep(DistributedStep):
         roles = self.call.roles
         return {*self.rows} if roles is NO_ROLES else {path for path in self.rows if roles.dim(path) is None}
 
-    def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
-        """Refuse arguments that no single rank can know to be wrong."""
+    def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
+        # first refuse arguments that no single rank can know to be wrong
         counts: Counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
         without_role = self.without_role
         if (problem := role_problem(self.rows, counts, equal, without_role, self.call.variadic)) is not None:
@@ -334,6 +325,7 @@ class ThirdPartyStep(DistributedStep):
         numbered = [path for path, numbers in equal.items() if path in without_role and numbers == REPEATED]
         for path in self.history.equal_again(numbered):
             warn_once(f"{self.name}: {_EQUAL_AGAIN.format(path=path, quoted=repr(path))}")
+        return choose("", FROM_ELSEWHERE, Situation(self.session.size, payload=agreed.payload is not None))
 
     def statement(self) -> Statement:
         call, arguments = self.call, self.call.inputs
@@ -352,20 +344,13 @@ class ThirdPartyStep(DistributedStep):
             payload=payload_of(self.rows.values(), self.session),
         )
 
-    def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
-        self.refuse_arguments(agreed, equal)
-        return choose("", FROM_ELSEWHERE, Situation(self.session.size, payload=agreed.payload is not None))
-
     def value(self, agreed: Agreed, plan: Plan) -> Any:
         call, session = self.call, self.session
         call.bound.arguments = call.inputs.gathered(agreed, session)
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
             return self.all_or_none(functools.partial(call.mine_and_compute, session))
         with one_stream(session, device_of(self.rows)):
-            value = call.mine_and_compute(session)
-        if isinstance(self.bare, nn.Module) and (problem := model_problem(self.bare, value)) is not None:
-            raise ValueError(f"{self.name}: {problem}")  # equal on every rank
-        return value
+            return call.mine_and_compute(session)
 
 
 FROM_ELSEWHERE = Needs(whole="the loss compares samples in a way of its own: each rank computes all of it")

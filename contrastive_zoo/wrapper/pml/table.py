@@ -219,10 +219,6 @@ class Native(NamedTuple):
     reductions: Mapping[str, Settings] = MEAN_OR_SUM
 
 
-def _by_hand(native: str) -> str:
-    return f"construct contrastive_zoo.{native} by name."
-
-
 _NO_FORMULA = "this library has no such formula."
 _cosine, _unit_squared = of_unit_rows(similarity), of_unit_rows(squared_euclidean)
 _margin_and_scale = numbers("margin", "scale")
@@ -242,7 +238,7 @@ LOSSES: dict[type[nn.Module], Native | str] = {
     losses.HistogramLoss: _NO_FORMULA,
     losses.InstanceLoss: _NO_FORMULA,
     losses.IntraPairVarianceLoss: _NO_FORMULA,
-    losses.LargeMarginSoftmaxLoss: _by_hand("LargeMarginSoftmax"),
+    losses.LargeMarginSoftmaxLoss: "construct contrastive_zoo.LargeMarginSoftmax by name.",
     losses.LiftedStructureLoss: Native(LiftedStructure, (_margins, euclidean)),
     losses.ManifoldLoss: _NO_FORMULA,
     losses.MarginLoss: Native(Margin, (numbers("margin"), thresholds_by_class, euclidean), DIVISOR),
@@ -266,10 +262,10 @@ LOSSES: dict[type[nn.Module], Native | str] = {
     losses.SmoothAPLoss: "it follows its formula only where a batch has as many classes as rows of each.",
     losses.SoftTripleLoss: Native(
         SoftTriple, (numbers("la", "margin"), inverse(gamma="gamma"), _cosine, lambda _: {"tau": 0.0})),
-    losses.SphereFaceLoss: _by_hand("LargeMarginSoftmax"),
+    losses.SphereFaceLoss: "construct contrastive_zoo.LargeMarginSoftmax by name.",
     losses.SubCenterArcFaceLoss: Native(ArcFace, (_margin_and_scale, _cosine)),
     losses.SupConLoss: Native(SupCon, (_temperature, similarity), NONZERO),
-    losses.ThresholdConsistentMarginLoss: _by_hand("ThresholdConsistentMargin"),
+    losses.ThresholdConsistentMarginLoss: "construct contrastive_zoo.ThresholdConsistentMargin by name.",
     losses.TripletMarginLoss: Native(Triplet, (numbers("margin"), triplets), AVERAGES),
     losses.TupletMarginLoss: Native(
         TupletMargin, (inverse(temperature="scale"), lambda x: {"margin": math.degrees(x.margin)}, _cosine)),
