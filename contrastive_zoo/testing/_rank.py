@@ -23,16 +23,15 @@ from multiprocessing import connection
 from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
 
-try:
-    import cloudpickle
-except ImportError as error:
-    raise ImportError("contrastive_zoo.testing needs cloudpickle: pip install 'contrastive_zoo[testing]'") from error
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.testing.interrupts import uninterrupted
+
+with needed("contrastive_zoo.testing", "contrastive_zoo[testing]"):
+    import cloudpickle
 
 
 class Raised(NamedTuple):

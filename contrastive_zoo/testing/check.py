@@ -9,11 +9,11 @@ from importlib import import_module
 from itertools import chain
 from typing import Any, Literal
 
-try:
+from contrastive_zoo.ranks.suggestions import needed
+
+with needed("contrastive_zoo.testing", "contrastive_zoo[testing]"):
     from hypothesis import HealthCheck, Phase, find, given, settings
     from hypothesis.errors import HypothesisException, NoSuchExample
-except ImportError as error:
-    raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
 from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss

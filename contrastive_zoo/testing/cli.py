@@ -10,12 +10,11 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.testing.interrupts import uninterrupted
 
-try:
+with needed("the command contrastive-zoo", "contrastive_zoo[cli,testing]"):
     import typer
-except ImportError as error:
-    raise ImportError("the command contrastive-zoo needs typer: pip install 'contrastive_zoo[cli,testing]'") from error
 
 if TYPE_CHECKING:
     from contrastive_zoo.testing.report import AuditReport, Report
@@ -73,13 +72,9 @@ def check(
 
     Exit status: 0 if they are the same, 1 if not, 2 if the loss could not be checked.
     """
-    try:
-        with uninterrupted():
-            from contrastive_zoo.testing.check import examine
-            from contrastive_zoo.testing.check_target import find_target
-    except ImportError as error:  # it names the extra that is not installed
-        typer.echo(error, err=True)
-        raise typer.Exit(2) from None
+    with uninterrupted():
+        from contrastive_zoo.testing.check import examine
+        from contrastive_zoo.testing.check_target import find_target
 
     sys.path.insert(0, os.getcwd())
     with _output_for_json(json_file):
@@ -243,7 +238,3 @@ def _repeat_option(arguments: list[str]) -> list[str]:
         follows_number = len(repeated) > 1 and repeated[-2] in ("--world-size", "-W") and argument.isdigit()
         repeated += [repeated[-2], argument] if follows_number and "--" not in repeated else [argument]
     return repeated
-
-
-if __name__ == "__main__":
-    main()

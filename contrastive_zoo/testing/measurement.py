@@ -37,9 +37,6 @@ class Case:
     name: str = "loss"  # in reports
     repetitions: int = 0  # calls that are averaged, with other random numbers on each rank; 0 for one call
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def called(self) -> str:
         views, labels = f"{self.views} view(s); pass call='labels'", "embeddings and labels; pass call='views'"
@@ -193,7 +190,6 @@ class Subject:
             parameter.grad = None
 
     def value(self, samples: Sequence[Tensor]) -> Tensor:
-        """Return the loss of these samples."""
         embeddings = [self.encoder(x) if x.is_floating_point() else x for x in samples]
         if self.rounding is not None:
             generator = torch.Generator().manual_seed(self.rounding[0])

@@ -57,8 +57,7 @@ class Diagnosis:
         return MISTAKES[self.mistake].fix
 
     def as_dict(self) -> dict[str, Any]:
-        lists = {"confirmed": list(self.confirmed), "competing": list(self.competing)}
-        return vars(self) | lists | {"why": self.why, "fix": self.fix}
+        return vars(self) | {"why": self.why, "fix": self.fix}
 
     def __str__(self) -> str:
         named = {"Measured": self.measured, "Because": "; ".join(self.confirmed)}
@@ -121,7 +120,6 @@ def _of_factor(holds: Callable[[Comparison, float], bool], power: float | None) 
 
 
 def _is_summed(e: Evidence) -> bool:
-    """Return whether a trainer sums gradients of a loss that expects a mean."""
     if not e.is_training:
         return e.trainer == "sum" and e.every(lambda x: x.is_scaled(x.world_size, x.world_size))
     has_factor = e.every(lambda x: x.encoder is not None and is_scaled(x.encoder, x.world_size))
@@ -129,13 +127,11 @@ def _is_summed(e: Evidence) -> bool:
 
 
 def _is_averaged(e: Evidence) -> bool:
-    """Return whether a trainer averages gradients of a loss that expects a sum."""
     is_known = e.option == "sum" or (e.has_parameters and not e.is_training)
     return is_known and e.every(lambda x: x.is_scaled(1 / x.world_size, 1 / x.world_size))
 
 
 def _lacks_parameter_reduction(e: Evidence) -> bool:
-    """Return whether a step reduces the encoder's gradient but not that of the loss's parameters."""
     is_local = e.every(lambda x: is_scaled(x.encoder, 1) and x.parameters is not None and x.parameters.lack_reduction)
     # of a loss for a sum trainer each rank holds 1/W of the gradient
     is_of_sum = e.option == "sum" and e.has_parameters and e.every(lambda x: x.is_scaled(1, 1 / x.world_size))
@@ -159,7 +155,6 @@ def _averages_means(e: Evidence) -> bool:
 
 
 def _returns_local_means(e: Evidence) -> bool:
-    """Return whether the ranks' values, weighted by their numbers of samples, give the value of one process."""
     x = e.uneven
     assert x is not None
     return x.near(x.values.new_tensor(x.shards) @ x.values / sum(x.shards), x.expected)

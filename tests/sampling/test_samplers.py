@@ -82,7 +82,7 @@ def test_a_long_tail_makes_the_last_batches_small_and_is_warned_of() -> None:
 
 
 def test_an_audit_lists_the_batches_of_a_sampler() -> None:
-    (epoch,) = listed([DataLoader(range(9), batch_sampler=(sampler := GlobalBatchSampler(9, batch_size=4, seed=1)))])
+    epoch = listed(DataLoader(range(9), batch_sampler=(sampler := GlobalBatchSampler(9, batch_size=4, seed=1))))
     assert epoch.batches == [*sampler]
     assert (epoch.complete, epoch.sampler, epoch.shuffles, epoch.seed) == (True, "GlobalBatchSampler", True, 1)
 

@@ -28,7 +28,7 @@ Found = Iterator[tuple[str, str]]  # mistakes, and what was measured
 
 def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     """Return the report of the records of all ranks; run the training again in one process to compare with it."""
-    report = WorldReport(len(records), min(x.finished for x in records), [x.name for x in records[0].losses])
+    report = WorldReport(len(records), min(x.finished for x in records), records[0].losses)
     report.problem = next((x.problem for x in records if x.problem), "")
     if report.problem:
         return report
@@ -182,7 +182,7 @@ def _of_gathering(step: StepEvidence) -> Found:
     if (alone := step.of(Setting())) is None or step.world_size == 1 or step.problem == SAME_BATCHES:
         return
     for one, *calls in zip(alone.losses, *(x.losses for x in step.ranks), strict=False):
-        if step.records[0].losses[calls[0].module].option and one.samples > 1:
+        if calls[0].option and one.samples > 1:
             count = len({y for x in step.ranks for y in x.samples})
             if all(x.samples == one.samples for x in calls) and all(len(x.samples) < count for x in step.ranks):
                 yield "gathered first", "each rank gives the loss as many samples as there are on all ranks"

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from contrastive_zoo.testing.messages import replaced
 from contrastive_zoo.testing.report import AuditReport, WorldReport, require_world_sizes
 from contrastive_zoo.testing.stacks import Where, explain_hang, read_stack
 
+# Ends the processes of an audit, and starts those of these names, commands and variables; returns their ids
+StartProcesses = Callable[[list[tuple[str, list[str], dict[str, str]]]], list[int]]
 # Seconds after which a rank ends that the others may need: after the last step, and after its script has ended
 WAIT, GRACE = 120.0, 2.0
 LOG_LINES = 12  # lines of a rank's output that are shown if there is no report
@@ -60,33 +62,24 @@ def audit_script(
     require_world_sizes(world_sizes)
     if nodes < 1 or any(size % nodes for size in world_sizes):
         raise ValueError(f"nodes divides every number of processes, got {nodes} for {[*world_sizes]}.")
-    if steps < 1:
-        raise ValueError(f"steps is the number of steps to compare, at least 1, got {steps}.")
     if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
         raise ValueError(f"the script {' '.join(command[:1]) or '(none)'} does not exist.")
     report = AuditReport(" ".join(command))
     arguments = [str(steps), ",".join(losses), *command]
     for size in world_sizes:
         start = time.monotonic()
-        with _session() as processes:
-            run = partial(_run, processes, arguments, timeout, nodes)
+        with _session() as (folder, start_processes):
+            run = partial(_run, folder, start_processes, arguments, timeout, nodes)
             problem = run([f"rank{rank}" for rank in range(size)])
-            world = judged(processes.folder, size, run, problem)
+            world = judged(folder, size, run, problem)
         world.seconds = time.monotonic() - start
         report.worlds.append(world)
     return report
 
 
-class Processes(NamedTuple):
-    """The folder of an audit, and a function that ends the processes of the audit and starts others."""
-
-    folder: Path
-    start: Callable[[list[tuple[str, list[str], dict[str, str]]]], list[int]]
-
-
 @contextmanager
-def _session() -> Iterator[Processes]:
-    """Context manager: processes of an audit, which end with it, or with this process, however it ends."""
+def _session() -> Iterator[tuple[Path, StartProcesses]]:
+    """Context manager: the folder and processes of an audit, which end with it, or with this process, however it ends."""
     command, pipe = [sys.executable, "-IS", session.__file__], subprocess.PIPE
     settings: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(command, start_new_session=True, **settings) as supervisor:
@@ -99,18 +92,20 @@ def _session() -> Iterator[Processes]:
             pids: list[int] = json.loads(answers.readline())
             return pids
 
-        yield Processes(Path(answers.readline().rstrip("\n")), start)
+        yield Path(answers.readline().rstrip("\n")), start
 
 
-def _run(processes: Processes, arguments: Sequence[str], timeout: float, nodes: int, names: Sequence[str]) -> str:
+def _run(
+    folder: Path, start: StartProcesses, arguments: Sequence[str], timeout: float, nodes: int, names: Sequence[str]
+) -> str:
     """Run a script in processes of these names, one for each rank, until they have recorded its steps, or say why not."""
-    folder, store = processes.folder, local_store()
+    store = local_store()
     command = [sys.executable, "-m", "contrastive_zoo.testing.auditing.launch", str(folder)]
     variables = [
         environment(rank, len(names), store.port, is_rank=x.startswith("rank"), nodes=nodes)
         for rank, x in enumerate(names)
     ]
-    pids = processes.start([(x, [*command, x, *arguments], y) for x, y in zip(names, variables, strict=True)])
+    pids = start([(x, [*command, x, *arguments], y) for x, y in zip(names, variables, strict=True)])
     try:
         have_ended = [(folder / f"{name}.ended").exists for name in names]
         if wait_for_records(folder, names, lambda index: have_ended[index](), timeout):
@@ -124,7 +119,7 @@ def _run(processes: Processes, arguments: Sequence[str], timeout: float, nodes: 
         stuck = {index: read_stack(x) if x.exists() else AT_IMPORT for index, x in stacks.items()}
         return f"no record within {timeout:g} s. {explain_hang(len(names), stuck, 'has recorded its steps')}"
     finally:
-        processes.start([])
+        start([])
 
 
 def wait_for_records(folder: Path, names: Sequence[str], has_ended: Callable[[int], bool], timeout: float) -> bool:
@@ -238,7 +233,8 @@ def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], sc
             record = recorder.stop()
             record.rank, record.error = int(os.environ["RANK"]), error
             if rerun is None:
-                record.samplers = listed([*dict.fromkeys(recorder.loaders[i] for i in sorted(record.trained_on))])
+                loaders = dict.fromkeys(recorder.loaders[i] for i in sorted(record.trained_on))
+                record.samplers = [epoch for x in loaders if (epoch := listed(x)) is not None]
             sys.stdout.flush()
             _write(record, folder / f"{name}.record")
             time.sleep(wait)  # all processes are killed as soon as there are all records
@@ -337,7 +333,7 @@ def _compared(recorder: Recorder, train: Callable[[], object]) -> WorldReport:
     """Gather the records of all ranks, run the training again on rank 0, and send its report to all."""
     record, alone = recorder.record, None
     records = [record]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         record.rank, alone = dist.get_rank(), this_process(dist.distributed_c10d._get_default_group())
         records *= dist.get_world_size()
         dist.all_gather_object(records, record)

@@ -18,18 +18,9 @@ from torch.utils.data import DataLoader
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.randomness import random_states
-from contrastive_zoo.testing.auditing.records import (
-    CallKind,
-    LossCall,
-    LossModule,
-    ModuleCall,
-    Record,
-    Step,
-    digests,
-    snapshot,
-)
-from contrastive_zoo.testing.auditing.rerun import Rerun
-from contrastive_zoo.testing.auditing.tensors import Tensors, add, held, sketch, unit_of_rounding, whole
+from contrastive_zoo.testing.auditing.records import CallKind, LossCall, ModuleCall, Record, Step, digests, snapshot
+from contrastive_zoo.testing.auditing.rerun import Replacement, Rerun
+from contrastive_zoo.testing.auditing.tensors import Tensors, held, sketch, unit_of_rounding, whole
 from contrastive_zoo.testing.messages import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -63,7 +54,6 @@ class Recorder:
         self._are_losses: dict[nn.Module, bool] = {}
         self.record, self.step = Record(), Step()
         self.tensors = Tensors(self.record, None if rerun is None else rerun.restore, self._is_loss)
-        self.losses: list[nn.Module] = []
         self.loaders: list[DataLoader[Any]] = []  # of each epoch that a loader began
         self.finished = False
         self._running: set[int] = set()  # of these epochs
@@ -75,12 +65,11 @@ class Recorder:
         self._hooks = ExitStack()
 
     def start(self) -> None:
-        if self.rerun is not None:
-            self._hooks.enter_context(self.rerun.world_of_one())
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         homes = (torch.nn.utils, torch.nn.utils.clip_grad)
-        watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        watched: list[Replacement] = [
+            *([] if self.rerun is None else self.rerun.replacements()),
             *((home, name, self._on_clip) for name in CLIPPING for home in homes),
             (nn.Module, "_call_impl", self._on_call),
             (torch.autograd, "backward", self._on_backward),
@@ -90,7 +79,7 @@ class Recorder:
             (nn.functional, "scaled_dot_product_attention", self._on_attention),
             (torch.amp.GradScaler, "scale", self._on_scale),
             (ShardedGradScaler, "scale", self._on_scale),
-        )
+        ]
         for home, name, function in watched:
             self._hooks.enter_context(replaced(home, name, function))
 
@@ -117,7 +106,7 @@ class Recorder:
 
     def _has_group(self) -> bool:
         """Return whether the script has initialised torch.distributed, or need not; a rerun skips what the ranks did."""
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             self.record.initialized = True
         skipped = 0 if self.rerun is None else self.rerun.first.skipped
         return self.record.initialized or (not self.needs_group and self.record.skipped >= skipped)
@@ -246,10 +235,10 @@ class Recorder:
             self._look_at_precision(args, kwargs, output)
             return output
         self._look_at_precision(args, kwargs)
-        if add(self.losses, module):
-            self.record.losses.append(LossModule.of(module))
+        if (name := _name_of_loss(module)) not in self.record.losses:
+            self.record.losses.append(name)
         tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim)
-        call = LossCall(self.losses.index(module), len(next(tensors, ())))
+        call = LossCall(getattr(module, "grad_reduction", None), len(next(tensors, ())))
         self.step.losses.append(call)
         self._in_loss = True
         try:
@@ -358,8 +347,9 @@ class Recorder:
 
     def _enter(self, optimizer: Optimizer, step: int) -> int:
         """Number an optimizer; record its state before its first step, or restore its state and settings in a rerun."""
-        is_new = add(self.tensors.optimizers, optimizer)
-        index = next(i for i, x in enumerate(self.tensors.optimizers) if x is optimizer)
+        if is_new := optimizer not in self.tensors.optimizers:
+            self.tensors.optimizers.append(optimizer)
+        index = self.tensors.optimizers.index(optimizer)
         if self.rerun is not None:
             self.rerun.configure(step, index, optimizer, is_new)
         elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -369,7 +359,7 @@ class Recorder:
         return index
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if not self._in_step or not any(optimizer is x for x in self.tensors.optimizers) or self.finished:
+        if not self._in_step or optimizer not in self.tensors.optimizers or self.finished:
             return
         for name, x, gradient in self.tensors.gradients(held(optimizer)):
             if name in self.step.moved:
@@ -394,3 +384,9 @@ class Recorder:
 
 def _need_gradient(leaves: Iterable[Any]) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+
+
+def _name_of_loss(module: nn.Module) -> str:
+    inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
+    inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
+    return f"{type(module).__name__}{inner_name}"

@@ -11,35 +11,21 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from contrastive_zoo.ranks.randomness import random_states, restore_random
-from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 Sketches = dict[str, Tensor]  # sketches of tensors by the names of these
 States = list[Tensor]  # of the random numbers of torch, NumPy and Python
-
-
-class LossModule(NamedTuple):
-    """A loss that the audit knows."""
-
-    name: str  # of its class
-    option: str | None  # its grad_reduction, None if it has none
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "LossModule":
-        inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
-        inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
-        return cls(f"{type(module).__name__}{inner_name}", getattr(module, "grad_reduction", None))
 
 
 @dataclass
 class LossCall:
     """A call of a loss that the audit knows."""
 
-    module: int  # index among the losses, in the order of their first calls
+    option: str | None  # grad_reduction of the loss, None if it has none
     samples: int  # length of its first argument
     value: float | None = None  # None if it raised
     factor: float | None = None  # the gradient that the backward pass started with at its value
@@ -126,7 +112,7 @@ class Record:
     groups: dict[str, str] = field(default_factory=dict)  # for each trained parameter "encoder" or "loss"
     kinds: dict[str, str] = field(default_factory=dict)  # of other tensors "parameter", "buffer" or "attribute"
     eps: float = 0.0  # the unit of rounding of the parameters
-    losses: list[LossModule] = field(default_factory=list)  # in the order of their first calls
+    losses: list[str] = field(default_factory=list)  # their classes, in the order of their first calls
     unknown_losses: set[str] = field(default_factory=set)  # names of losses that the user gives, and no module has
     shares_samples: bool = False  # whether ranks may hold the same samples, as those of a tensor-parallel group do
     initialized: bool = False  # whether the script initialised torch.distributed
@@ -173,13 +159,8 @@ class Epoch(NamedTuple):
     seed: Any = None  # of the sampler
 
 
-def listed(loaders: Sequence[DataLoader[Any]]) -> list[Epoch]:
-    """List an epoch of every loader over a dataset with indices; of the dataset, one sample is read."""
-    with torch.random.fork_rng(devices=[]):
-        return [epoch for loader in loaders if (epoch := _listed(loader)) is not None]
-
-
-def _listed(loader: DataLoader[Any]) -> Epoch | None:
+def listed(loader: DataLoader[Any]) -> Epoch | None:
+    """List an epoch of a loader over a dataset with indices, None for another one; of the dataset, one sample is read."""
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return None
     # batch_size=None: the sampler yields batches or single samples

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +24,11 @@ from contrastive_zoo.testing.auditing.records import (
     tensors_of,
 )
 from contrastive_zoo.testing.evidence import noisy
-from contrastive_zoo.testing.messages import replaced
 
 # Ratio of the distances of two orders from which on both are tried: with mixup, whose shares may be almost 0, the closer
 # one was wrong in 11 % of 300 draws, all above 0.9; with a tenth of noise the ratio is 0.1
 ABOUT_AS_CLOSE = 0.7
+Replacement = tuple[Any, str, Callable[..., Any]]  # the arguments of messages.replaced
 SAME_BATCHES = "every rank loads the same batches, and trains on all of their samples"
 
 
@@ -175,24 +174,17 @@ class Rerun:
                 result[i] = orders[distances.index(min(distances))]
         return result
 
-    @contextmanager
-    def world_of_one(self) -> Iterator[None]:
-        """Context manager: every process group, and every mesh, is one of one rank."""
-        with ExitStack() as stack:
+    def replacements(self) -> list[Replacement]:
+        """Return what makes every process group, and every mesh, one of one rank."""
+        return [
             # a loss may hold a group of the ranks since before the rerun
-            watched: list[tuple[Any, str, Callable[..., Any]]] = [
-                (World, "of", lambda original, process_group=None, caller="": original(None, caller))
-            ]
-            if dist.is_available():
-                watched += [(dist, "init_process_group", _join_alone)]
-                watched += [(dist, "new_group", lambda original, *args, **kwargs: dist.group.WORLD)]
-                watched += [(x, "init_device_mesh", _mesh_of_one) for x in (dist, dist.device_mesh)]
-                watched += [(DistributedDataParallel, "forward", _without_live_group)]
-            if self.setting.by_shard:
-                watched += [(nn.functional, "batch_norm", self._batch_norm)]
-            for home, name, function in watched:
-                stack.enter_context(replaced(home, name, function))
-            yield
+            (World, "of", lambda original, process_group=None, caller="": original(None, caller)),
+            (dist, "init_process_group", _join_alone),
+            (dist, "new_group", lambda original, *args, **kwargs: dist.group.WORLD),
+            *((x, "init_device_mesh", _mesh_of_one) for x in (dist, dist.device_mesh)),
+            (DistributedDataParallel, "forward", _without_live_group),
+            *([(nn.functional, "batch_norm", self._batch_norm)] if self.setting.by_shard else []),
+        ]
 
     def _batch_norm(self, original: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if sum(map(len, self.rows)) != len(x):

@@ -14,11 +14,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+Running = tuple[subprocess.Popen[bytes], threading.Thread]  # a process, and the thread that waits for its end
+
 
 def main() -> None:
     """Print the folder; end all processes and start those of each line of stdin, whose ids are printed."""
     folder = Path(tempfile.mkdtemp(prefix="contrastive-zoo-audit-"))
-    running: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
+    running: list[Running] = []
     try:
         print(folder, flush=True)
         for line in sys.stdin:
@@ -31,9 +33,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(
-    path: Path, command: list[str], variables: dict[str, str]
-) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+def _start(path: Path, command: list[str], variables: dict[str, str]) -> Running:
     """Start a process in a session of its own, which is ended as a group, with what the process has started."""
     with path.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
@@ -44,13 +44,13 @@ def _start(
     return process, watch
 
 
-def _watch(process: "subprocess.Popen[bytes]", ended: Path) -> None:
+def _watch(process: subprocess.Popen[bytes], ended: Path) -> None:
     status = process.wait()
     _kill(process)
     ended.write_text(str(status))
 
 
-def _end(running: list[tuple["subprocess.Popen[bytes]", threading.Thread]]) -> None:
+def _end(running: list[Running]) -> None:
     for process, watch in running:
         if watch.is_alive():  # the number of one that has ended may be that of another program by now
             _kill(process)
@@ -58,7 +58,7 @@ def _end(running: list[tuple["subprocess.Popen[bytes]", threading.Thread]]) -> N
         running.pop()[1].join()
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(OSError):  # the group has ended
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -55,8 +55,7 @@ class StepEvidence(Evidence):
         elif len({len(x.values) for x in self._all}) > 1:
             self.one, self.reason = None, "the ranks and one process computed different numbers of losses in one step"
         self.problem = alone.problem if self.one is not None else ""  # why a difference may be one of random numbers
-        called = sorted({call.module for call in self.ranks[0].losses})
-        self.option = next(filter(None, (records[0].losses[x].option for x in called)), None)
+        self.option = next(filter(None, (call.option for call in self.ranks[0].losses)), None)
 
     def of(self, setting: Setting) -> Step | None:
         """Return this step of a rerun, None if that ended before."""

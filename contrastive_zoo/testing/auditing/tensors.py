@@ -119,14 +119,6 @@ def held(optimizer: Optimizer) -> list[Tensor]:
     return [x for group in optimizer.param_groups for x in group["params"]]
 
 
-def add(items: list[Any], x: Any) -> bool:
-    """Append an object to a list that does not hold it; return whether it is new."""
-    is_new = not any(x is y for y in items)
-    if is_new:
-        items.append(x)
-    return is_new
-
-
 def _is_a(module: nn.Module, names: set[str]) -> bool:
     """Return whether a module is of a class with one of these names, whose library need not be installed."""
     return any(cls.__name__ in names for cls in type(module).__mro__)
