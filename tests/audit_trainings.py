@@ -364,8 +364,7 @@ def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -
                         Path(folder, f"{x}.ended").write_text(str(code))
             return launch.without_record(Path(folder), names)
 
-        problem = run([f"rank{rank}" for rank in range(processes)])
-        report = launch.judged(Path(folder), processes, run, problem)
+        report = launch.judged(Path(folder), processes, run)
     report.seconds = time.monotonic() - start
     return report
 

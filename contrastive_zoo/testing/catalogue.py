@@ -14,8 +14,6 @@ _ARGUMENTS = {"views": {"view1": "rows", "view2": "rows"}, "labels": {"embedding
 
 @dataclass(frozen=True)
 class Entry:
-    """A loss of the catalogue."""
-
     name: str  # on the command line
     cls: str  # name of its class in contrastive_zoo
     call: Literal["views", "labels", "other"]  # loss(view1, view2), loss(embeddings, labels), or another form
@@ -33,10 +31,6 @@ class Entry:
 
     def make(self) -> Any:
         return self.loss(**self.settings)
-
-    @property
-    def called_with(self) -> str:
-        return self.inputs or ", ".join(self.kinds)
 
     @property
     def kinds(self) -> dict[str, str]:

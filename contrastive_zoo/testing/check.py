@@ -151,10 +151,7 @@ def examine(make_loss: Callable[[], Any], **settings: Any) -> Report:
 
 
 def call_form(loss: Any) -> tuple[Call, int]:
-    """Infer the call form of a loss from its parameters, and the number of its views.
-
-    It takes labels if a parameter has such a name, otherwise views: those that it requires, two if it takes any number.
-    """
+    """Infer the call form of a loss from its parameters, and the number of its views: those that it requires, or two."""
     inner = getattr(loss, "loss", None) or getattr(loss, "module", None)
     if inner is not None and callable(inner) and type(loss).__name__.startswith("Distributed"):
         return call_form(inner)

@@ -23,8 +23,8 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
         call = "views"
     if entry is not None and call == "other":
         raise BadParameter(
-            f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of one to three "
-            "views, that calls it, and check that function."
+            f"{target} is called with {entry.inputs or ', '.join(entry.kinds)}. Write a function of embeddings and labels, "
+            "or of one to three views, that calls it, and check that function."
         )
     if isinstance(factory, nn.Module) or not callable(factory):
         raise BadParameter(f"{target} is a {type(factory).__name__}; pass a function that returns a loss, or a class.")

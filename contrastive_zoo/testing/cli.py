@@ -227,7 +227,6 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    """Run the console script."""
     app(_repeat_option(sys.argv[1:]))
 
 

@@ -51,7 +51,6 @@ def invariant(*, catches: str) -> Callable[[Callable[[Trial], None]], Invariant]
 
 
 def require(applies: object, reason: str) -> None:
-    """Raise NotApplicable unless a condition holds."""
     if not applies:
         raise NotApplicable(reason)
 

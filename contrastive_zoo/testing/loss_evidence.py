@@ -12,7 +12,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Stage, flat, is_near
 from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
-from contrastive_zoo.testing.measurement import TOLERANCE, Case, Measurement, Plan, Trial
+from contrastive_zoo.testing.measurement import UNCHANGED, Case, Measurement, Plan, Trial
 from contrastive_zoo.testing.stacks import NO_COLLECTIVE
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 
@@ -26,7 +26,7 @@ class LossEvidence(Evidence):
     def __init__(
         self, case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3, failing: GlobalBatch | None = None
     ) -> None:
-        self.case, self.worlds, self.width, self.tolerance = case, worlds, width, TOLERANCE
+        self.case, self.worlds, self.width, self.close = case, worlds, width, CLOSE
         self.trainer = case.grad_reduction
         self.broken = frozenset(broken) - {runs_on_every_split.name}
         self.measured: Measurement | None = None  # by rank 0 on the first batch
@@ -34,7 +34,7 @@ class LossEvidence(Evidence):
         try:
             trial = self._trial(EVEN[0])
             if not trial.draws and trial.with_noise is not None:
-                self.tolerance = trial.with_noise.tolerance
+                self.close = max(CLOSE, trial.with_noise.tolerance)
             self.comparisons = [self._compared(shards) for shards in EVEN]
             self.uneven = self._compared(UNEVEN)
             self.one_sided = self._compared(ONE_SIDED)
@@ -45,10 +45,6 @@ class LossEvidence(Evidence):
             self.calls_in_backward = any(x.is_of_floats for x in self.measured.backward)
             self.draws = self.measured.random_operations
         self.stages = self._stages(failing)
-
-    @property
-    def close(self) -> float:
-        return max(CLOSE, self.tolerance)
 
     def _trial(self, shards: tuple[int, ...]) -> Trial:
         batch = GlobalBatch(shards, d=self.width, seed=7)
@@ -158,9 +154,9 @@ class LossEvidence(Evidence):
     @property
     def _remembers(self) -> bool:
         """Return whether the value of a step on one process depends on the samples of the step before."""
-        batch, whole = self._trial(EVEN[0]).batch, Plan(whole=True)
+        batch = self._trial(EVEN[0]).batch
         steps = ((replace(batch, seed=seed), batch) for seed in (1, 2))
-        first, second = (self.worlds.run(1, measurement.measure, self.case, x, whole)[0][-1] for x in steps)
+        first, second = (self.worlds.run(1, measurement.measure, self.case, x, UNCHANGED)[0][-1] for x in steps)
         return not (isinstance(first, str) or isinstance(second, str) or self._near(first.value, second.value))
 
 

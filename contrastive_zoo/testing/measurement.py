@@ -79,7 +79,6 @@ class Plan:
     """Variations of a measurement."""
 
     scale: float = 1.0  # of the loss
-    whole: bool = False  # whether this process holds the samples of all ranks
     second_seed: int | None = None  # of a second batch; the mean of both is the loss
     one_by_one: bool = False  # whether the first backward pass runs before the second forward pass
     record: bool = False  # messages of a process, the precision and draws, which slows every operation down
@@ -228,8 +227,9 @@ def whole_batch(case: Case, batch: GlobalBatch) -> list[Tensor]:
 
 
 def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
-    parts = [EDITS[plan.edit](list(x.split(list(batch.shards)))) for x in whole_batch(case, batch)]
-    return [torch.cat(x) if plan.whole else x[World.of().rank] for x in parts]
+    """Return the samples of this rank, those of all ranks on one process."""
+    world, parts = World.of(), [EDITS[plan.edit](list(x.split(list(batch.shards)))) for x in whole_batch(case, batch)]
+    return [torch.cat(x) if world.size == 1 else x[world.rank] for x in parts]
 
 
 def scalar(value: Any) -> Tensor:
@@ -318,7 +318,7 @@ class Trial:
         return [x for (x,) in self._run(self.world_size, (self.batch,), plan) if isinstance(x, Measurement)]
 
     def on_one_process(self, plan: Plan = UNCHANGED) -> Measurement:
-        ((result,),) = self._run(1, (self.batch,), replace(plan, whole=True))
+        ((result,),) = self._run(1, (self.batch,), plan)
         assert isinstance(result, Measurement), "one step raises its errors"
         return result
 
@@ -341,14 +341,14 @@ class Trial:
     @cached_property
     def training(self) -> tuple[GlobalBatch, ...]:
         steps = training_of(self.batch)
-        outcomes = self._run(1, steps, Plan(whole=True))[0]
+        outcomes = self._run(1, steps, UNCHANGED)[0]
         return tuple(x for x, y in zip(steps, outcomes, strict=True) if isinstance(y, Measurement) and y.is_finite)
 
     def train_on_ranks(self, plan: Plan = UNCHANGED) -> list[list[Outcome]]:
         return self._run(self.world_size, self.training, plan)
 
     def train_on_one_process(self, plan: Plan = UNCHANGED) -> list[Outcome]:
-        return self._run(1, self.training, replace(plan, whole=True, record=False))[0]
+        return self._run(1, self.training, replace(plan, record=False))[0]
 
 
 def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float:

@@ -3,9 +3,11 @@
 import itertools
 import os
 import re
+import signal
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +33,23 @@ class Where:
         return f"is at {self.place}" if self.collective is None else f"waits in {self.collective} ({self.place})"
 
 
-def read_stack(path: Path) -> Where:
+AT_IMPORT = Where(None, "the import of torch")
+
+
+def where_are(processes: Mapping[int, tuple[int | None, Path]]) -> dict[int, Where]:
+    """Return where the processes of ranks are, from their ids and the files to which they write their stacks."""
+    for pid, path in processes.values():
+        with suppress(ProcessLookupError):
+            if pid is not None and path.exists():  # the signal would end a process that imports torch
+                os.kill(pid, signal.SIGUSR1)
+    return {rank: _read_stack(x) if x.exists() else AT_IMPORT for rank, (_, x) in processes.items()}
+
+
+def _read_stack(path: Path) -> Where:
     """Read where a process is that has just received SIGUSR1."""
     deadline, text = time.monotonic() + 10.0, ""
     while time.monotonic() < deadline:
-        before, text = text, path.read_text(errors="replace") if path.exists() else ""
+        before, text = text, path.read_text(errors="replace")
         if text and text == before:  # faulthandler marks no end; it writes within microseconds
             break
         time.sleep(0.02)

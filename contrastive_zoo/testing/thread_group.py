@@ -87,10 +87,6 @@ class Waiting(Work):
         return True
 
 
-class Barrier(threaded.AllReduce):
-    """A collective that no all-reduce meets."""
-
-
 class Exchange:
     """torch's AllToAllBase in W operations instead of W²."""
 
@@ -122,12 +118,8 @@ class ThreadGroup(threaded.ProcessLocalGroup):
     def pause(self, seconds: float) -> None:
         self.member.wait(lambda: False, seconds)
 
-    def begin(self, compute: Any) -> Any:
-        """Return what torch's methods join a collective by."""
-        return SimpleNamespace(join=partial(self.join, compute))
-
-    def join(self, compute: Any, rank: int, data: Any) -> Any:
-        kind = type(compute).__name__
+    def join(self, compute: Any, rank: int, data: Any, name: str = "") -> Any:
+        kind = name or type(compute).__name__
         sent = tree_leaves(data if isinstance(data, list) else data[kind != "Scatter"])
         has_splits = kind == "AllToAll"
         if kind == "AllToAllBase":
@@ -146,9 +138,8 @@ class ThreadGroup(threaded.ProcessLocalGroup):
         return Waiting(self.member, collective)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self.join(
-            Barrier(SimpleNamespace(op=dist.ReduceOp.SUM)), self.rank(), [torch.ones(1, dtype=torch.int64)]
-        )
+        total = threaded.AllReduce(SimpleNamespace(op=dist.ReduceOp.SUM))
+        return self.join(total, self.rank(), [torch.ones(1, dtype=torch.int64)], "Barrier")  # no all-reduce meets it
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]  # as torch.distributed calls it
         return self.allreduce(tensors if self.rank() == opts.rootRank else [x.clone() for x in tensors], opts)
@@ -175,7 +166,8 @@ def threads_are_ranks() -> Iterator[None]:
     c10d: Any = dist.distributed_c10d
     compiled: Any = torch._C._distributed_c10d
     isolate: Callable[[bool], None] = compiled._set_thread_isolation_mode
-    begin = staticmethod(lambda compute, group: group.begin(compute))
+    # torch's methods join a collective by what this returns
+    begin = staticmethod(lambda compute, group: SimpleNamespace(join=partial(group.join, compute)))
     world = patch.object(c10d, "_world", threaded.ThreadLocalWorld())
     hook = patch.object(sys, "excepthook", sys.excepthook)  # each group adds one
     with world, hook, patch.object(threaded.ProcessLocalGroup, "_start_coll", begin):

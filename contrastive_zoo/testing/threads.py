@@ -165,7 +165,7 @@ class _Rank(threading.Thread):
 
 
 class ThreadWorld:
-    """W threads that share a table of messages."""
+    """W threads that share a table of messages, with the methods of a world of processes."""
 
     def __init__(self, world_size: int) -> None:
         if world_size > MOST_RANKS:
@@ -178,7 +178,6 @@ class ThreadWorld:
         self.running: _Rank | None = None  # the rank that did not end its turn in time
 
     def launch(self, pool: Any) -> None:
-        """Start the threads; :meth:`collect` then returns when all have joined."""
         store, join = dist.HashStore(), dist.init_process_group  # type: ignore[attr-defined]  # torch's stub lacks it
         with _state_kept():
             self.ranks = [_Rank(rank, self, pool.torch_threads) for rank in range(self.world_size)]
@@ -190,7 +189,6 @@ class ThreadWorld:
         return all(x.is_alive() for x in self.ranks)
 
     def send(self, job: Callable[[], Any], local_args: Sequence[Callable[[], Any]]) -> None:
-        """Hand a job to all ranks, with arguments that are the same on all ranks or one for each."""
         for x in self.ranks:
             x.begin(partial(_rank.call, job, local_args[x.rank % len(local_args)]))
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.testing import _rank
 from contrastive_zoo.testing._rank import Answer, Raised, dump_job
-from contrastive_zoo.testing.stacks import Where, explain_hang, read_stack
+from contrastive_zoo.testing.stacks import Where, explain_hang, where_are
 
 R = TypeVar("R")
 LONGEST_WAIT = 3600.0  # seconds of one wait for answers: an infinite timeout is not accepted by the operating system
@@ -217,13 +216,8 @@ class _World:
                 outcome.add(rank, self._receive(rank))
                 if rank in outcome.failures:
                     deadline = min(deadline, time.monotonic() + grace)
-        for rank in sorted(pending):
-            pid = self.processes[rank].pid
-            assert pid is not None
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-        for rank in sorted(pending):
-            outcome.stuck[rank] = read_stack(Path(_rank.stack_file(self.directory, rank)))
+        files = {rank: Path(_rank.stack_file(self.directory, rank)) for rank in sorted(pending)}
+        outcome.stuck = where_are({rank: (self.processes[rank].pid, file) for rank, file in files.items()})
 
     def _receive(self, rank: int) -> _rank.Answer | str:
         payload = None

@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_is_said_with_its_signal(tmp_path: Path) -> None:
     def run(names: list[str]) -> str:
         return launch._run(tmp_path, start, ["3", "", "train.py"], 60.0, 1, names)
 
-    report = launch.judged(tmp_path, 2, run, run(["rank0", "rank1"]))
+    report = launch.judged(tmp_path, 2, run)
     assert report.problem == "no record: rank 0 ended by signal 9, rank 1 ended with exit status 3."
 
 

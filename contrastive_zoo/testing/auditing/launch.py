@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,14 +31,13 @@ from contrastive_zoo.testing.auditing.records import Record, listed
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
 from contrastive_zoo.testing.messages import replaced
 from contrastive_zoo.testing.report import AuditReport, WorldReport, require_world_sizes
-from contrastive_zoo.testing.stacks import Where, explain_hang, read_stack
+from contrastive_zoo.testing.stacks import explain_hang, where_are
 
 # Ends the processes of an audit, and starts those of these names, commands and variables; returns their ids
 StartProcesses = Callable[[list[tuple[str, list[str], dict[str, str]]]], list[int]]
 # Seconds after which a rank ends that the others may need: after the last step, and after its script has ended
 WAIT, GRACE = 120.0, 2.0
 LOG_LINES = 12  # lines of a rank's output that are shown if there is no report
-AT_IMPORT = Where(None, "the import of torch")
 OF_OWN_PROCESSES = (
     "not audited: the script starts its own processes. Let it read RANK and WORLD_SIZE, as under torchrun, and start "
     'helpers below if __name__ == "__main__"'
@@ -69,9 +68,7 @@ def audit_script(
     for size in world_sizes:
         start = time.monotonic()
         with _session() as (folder, start_processes):
-            run = partial(_run, folder, start_processes, arguments, timeout, nodes)
-            problem = run([f"rank{rank}" for rank in range(size)])
-            world = judged(folder, size, run, problem)
+            world = judged(folder, size, partial(_run, folder, start_processes, arguments, timeout, nodes))
         world.seconds = time.monotonic() - start
         report.worlds.append(world)
     return report
@@ -111,12 +108,7 @@ def _run(
         if wait_for_records(folder, names, lambda index: have_ended[index](), timeout):
             return without_record(folder, names)
         running = [i for i, x in enumerate(names) if not (have_ended[i]() or (folder / f"{x}.record").exists())]
-        stacks = {index: folder / f"{names[index]}.stack" for index in running}
-        for index, stack in stacks.items():
-            with suppress(ProcessLookupError):
-                if stack.exists():  # the signal would end a process that imports torch
-                    os.kill(pids[index], signal.SIGUSR1)
-        stuck = {index: read_stack(x) if x.exists() else AT_IMPORT for index, x in stacks.items()}
+        stuck = where_are({index: (pids[index], folder / f"{names[index]}.stack") for index in running})
         return f"no record within {timeout:g} s. {explain_hang(len(names), stuck, 'has recorded its steps')}"
     finally:
         start([])
@@ -146,11 +138,9 @@ def without_record(folder: Path, names: Sequence[str]) -> str:
     return f"no record: {', '.join(how)}." if codes else ""
 
 
-def judged(folder: Path, world_size: int, run: Callable[[list[str]], str], problem: str = "") -> WorldReport:
-    """Return the report of what all ranks recorded in a folder.
-
-    ``run`` runs the script in processes of these names, and says why one has no record, as ``problem`` does.
-    """
+def judged(folder: Path, world_size: int, run: Callable[[list[str]], str]) -> WorldReport:
+    """Return the report of a script, which ``run`` runs in processes of these names; it says why one has no record."""
+    problem = run([f"rank{rank}" for rank in range(world_size)])
     records = _records(folder)
     missing = sorted({*range(world_size)} - {x.rank for x in records})
 
@@ -337,8 +327,6 @@ def _compared(recorder: Recorder, train: Callable[[], object]) -> WorldReport:
         record.rank, alone = dist.get_rank(), this_process(dist.distributed_c10d._get_default_group())
         records *= dist.get_world_size()
         dist.all_gather_object(records, record)
-    else:
-        record.initialized = True  # one process needs no group
 
     def run_again(setting: Setting) -> Record:
         again = Recorder(recorder.loss_names, recorder.steps, needs_group=False, rerun=Rerun(records, setting))

@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from contrastive_zoo.ranks.randomness import random_states, restore_random
+from contrastive_zoo.ranks.randomness import generators_kept
 
 Sketches = dict[str, Tensor]  # sketches of tensors by the names of these
 States = list[Tensor]  # of the random numbers of torch, NumPy and Python
@@ -186,16 +187,12 @@ def listed(loader: DataLoader[Any]) -> Epoch | None:
 
 def _first_digest(dataset: Any) -> str:
     """Return a digest of the first sample, whose augmentation draws the same random numbers on every rank."""
-    states = random_states()
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(0)
-    try:
+    with generators_kept(None), suppress(Exception):  # a dataset may raise anything, and a sample may not be picklable
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
         plain = tree_map(lambda x: x.tolist() if isinstance(x, Tensor) else x, dataset[0])
         return hashlib.sha256(pickle.dumps(plain)).hexdigest()
-    except Exception:  # a dataset may raise anything, and a sample may not be picklable
-        return ""
-    finally:
-        restore_random(states)
+    return ""
 
 
 def concatenated(parts: Sequence[Any]) -> Any:

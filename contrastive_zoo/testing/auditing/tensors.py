@@ -56,7 +56,6 @@ class Tensors:
             if x in self.names:
                 continue
             if kind == "parameter":
-                assert isinstance(x, Tensor)
                 self.names[x] = name
                 if x.requires_grad:
                     is_of_loss = x in of_losses or (x.numel() == 1 and name.rpartition(".")[2].startswith(OF_LOSSES))
