@@ -1,7 +1,6 @@
 """The measurements of a loss on a global batch and in a training of a few steps, on one process and on W ranks."""
 
 import random
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -153,15 +152,12 @@ class Subject:
     def measure(self, shards: Sequence[Sequence[Tensor]], plan: Plan) -> Measurement:
         """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
         messages, states = Messages(same_draws=plan.edit == "same draws"), random_states()
-        # a rank of threads has its own
-        sent: list[Message] = getattr(threading.current_thread(), "sent", messages.sent)
-        sent.clear()
         values: list[Tensor] = []
         returned = 0  # number of messages at the time
         for batches in [[x] for x in shards] if plan.one_by_one else [shards]:
             with messages if plan.record or messages.same_draws else nullcontext():
                 called = [self.value(x) for x in batches]
-                returned = returned or len(sent)
+                returned = returned or len(messages.sent)
                 for value in called:
                     (plan.scale * value / len(shards)).backward()
             values += called
@@ -174,8 +170,8 @@ class Subject:
             replicated,
             sharded,
             {name: x.detach().clone() for name, x in shared.shared_state().items() if not isinstance(x, nn.Parameter)},
-            forward=sent[:returned],
-            backward=sent[returned:],
+            forward=messages.sent[:returned],
+            backward=messages.sent[returned:],
             drew_random_numbers=not all(map(torch.equal, states, random_states())),
             random_operations=messages.draws > 0,
             grad_reduction=getattr(self.loss, "grad_reduction", None),

@@ -1,6 +1,7 @@
 """What a rank does in a call: its collectives, its precision, the random numbers that it draws."""
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Not recorded: operations between two ranks, which the others do not call
@@ -37,19 +38,14 @@ def message_of(name: str, tensors: Sequence[Tensor], *, uneven: bool) -> Message
     return Message(name, None if uneven else sum(x.numel() for x in tensors), "/".join(sorted(dtypes)))
 
 
-def record(message: Message) -> None:
-    """Record a message that torch's dispatcher does not see."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Messages):
-            mode.sent.append(message)
-
-
 class Messages(TorchDispatchMode):
     """Records collectives, and counts draws; with ``same_draws`` all ranks draw the same random numbers."""
 
     def __init__(self, *, same_draws: bool = False) -> None:
         super().__init__()
-        self.sent: list[Message] = []
+        # a rank that is a thread records its messages by itself: torch's dispatcher does not see them
+        self.sent: list[Message] = getattr(threading.current_thread(), "sent", [])
+        self.sent.clear()
         self.same_draws, self.draws = same_draws, 0
         self.precision = torch.float64  # the narrowest dtype to which an operation rounded wider numbers
 
