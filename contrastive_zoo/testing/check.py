@@ -13,7 +13,7 @@ from contrastive_zoo.ranks.suggestions import needed
 
 with needed("contrastive_zoo.testing", "contrastive_zoo[testing]"):
     from hypothesis import HealthCheck, Phase, find, given, settings
-    from hypothesis.errors import HypothesisException, NoSuchExample
+    from hypothesis.errors import HypothesisException
 from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
@@ -253,7 +253,7 @@ class Examination:
             return True
 
         kinds = ADVERSARIAL if invariant is finite_at_extremes else ORDINARY[:1]
-        with suppress(NoSuchExample, HypothesisException):  # the time limit ended the search: return the best
+        with suppress(HypothesisException):  # the time limit ended the search: return the best
             find(self.batches(kinds=kinds), fails, settings=settings(SEARCH, max_examples=40))
         return best
 

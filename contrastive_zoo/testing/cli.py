@@ -37,12 +37,8 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json", help="Write the result to this file as JSON; - for the output.", callback=_writable),
 ]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
-]
-WorldSizes = Annotated[
-    list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes: --world-size 1 2 4.")
-]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="name=value for the loss; repeat the option.")]
+WorldSizes = Annotated[list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes: -W 1 2 4.")]
 
 
 @app.command()

@@ -179,6 +179,8 @@ def is_near(x: float, y: float, tolerance: float = CLOSE) -> bool:
 
 # A tolerance is this often the largest difference between repetitions, plus this often the unit of rounding
 NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 100.0
+# Where a step rounds to 16 bits, all parameters change by up to half a unit of these, as much as all that is rounded
+LOW_NOISE_FACTOR = 3.0
 
 
 def noisy(x: Tensor, generator: torch.Generator, eps: float) -> Tensor:
@@ -188,6 +190,7 @@ def noisy(x: Tensor, generator: torch.Generator, eps: float) -> Tensor:
     return (x * (1 + eps / 2 * change)).to(x.dtype)
 
 
-def tolerance(noise: Sequence[float], eps: float, noise_factor: float = NOISE_FACTOR, floor: float = 0.0) -> float:
-    """Return the largest difference of a right result, from those between repetitions and the unit of rounding."""
-    return max(noise_factor * max(noise, default=0.0), floor) + ROUNDING_FACTOR * eps
+def tolerance(noise: Sequence[float], eps: float, floor: float = 0.0, unit: float = 0.0) -> float:
+    """Return the largest difference of a right result; ``unit`` is the unit of rounding to 16 bits, 0 without it."""
+    factor = LOW_NOISE_FACTOR if unit else NOISE_FACTOR
+    return max(factor * max(noise, default=0.0), floor, unit) + ROUNDING_FACTOR * eps

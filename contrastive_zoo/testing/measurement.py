@@ -344,7 +344,7 @@ class Trial:
         return self._run(self.world_size, self.training, plan)
 
     def train_on_one_process(self, plan: Plan = UNCHANGED) -> list[Outcome]:
-        return self._run(1, self.training, replace(plan, record=False))[0]
+        return self._run(1, self.training, plan)[0]
 
 
 def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float:

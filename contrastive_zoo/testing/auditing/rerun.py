@@ -30,6 +30,7 @@ from contrastive_zoo.testing.evidence import noisy
 ABOUT_AS_CLOSE = 0.7
 Replacement = tuple[Any, str, Callable[..., Any]]  # the arguments of messages.replaced
 SAME_BATCHES = "every rank loads the same batches, and trains on all of their samples"
+OTHER_PARTS = "the script splits a batch, into other parts in one process than on the ranks"
 
 
 class Setting(NamedTuple):
@@ -63,19 +64,18 @@ class Rerun:
     def batches(self, loader: int) -> Iterator[Any]:
         """Yield the batches of all ranks, together, of the epoch that a loader begins."""
         epochs = [x.loaders[loader] if loader < len(x.loaders) else [] for x in self.records]
-        first = [x.steps[0].calls[0].samples if x.steps and x.steps[0].calls else [] for x in self.records]
-        sliced_later = any(x != first[0] for x in first)  # ranks with equal batches give other samples to their modules
+        samples = [x.steps[0].calls[0].samples if x.steps and x.steps[0].calls else [] for x in self.records]
+        # ranks with equal batches give other samples to their modules
+        sliced_later = any(x != samples[0] for x in samples)
         for index in range(max(map(len, epochs))):
             parts, states = zip(*(x[index] for x in epochs if index < len(x)), strict=True)
-            leaves = [tensors_of(x) for x in parts]
-            equal = bool(leaves[0]) and all(
-                len(x) == len(leaves[0]) and all(map(torch.equal, x, leaves[0])) for x in leaves
-            )
+            first, *others = leaves = [tensors_of(x) for x in parts]
+            equal = bool(first) and all(len(x) == len(first) and all(map(torch.equal, x, first)) for x in others)
             self.has_equal_batches = whole = len(parts) == len(epochs) > 1 and equal and sliced_later
             batch = parts[0] if whole else concatenated(parts)
             sizes = [len(x[0]) if x and x[0].ndim else 0 for x in leaves]
             self.sizes, self.size = sizes, sizes[0] if whole else sum(sizes)
-            if leaves[0] and not whole:
+            if first and not whole:
                 order = self._order(leaves, sizes)
                 batch, self.rows = reordered(batch, order), list(order.argsort().split(sizes))
             restore_random(states[0])
@@ -132,9 +132,7 @@ class Rerun:
             self.problem = self.problem or SAME_BATCHES * (self.has_equal_batches and self.takes_all)
         if recorded and sorted(samples) != sorted(recorded):
             if kind == "calls" and {*samples} <= {y for x in steps for y in x.samples}:
-                self.problem = (
-                    self.problem or "the script splits a batch, into other parts in one process than on the ranks"
-                )
+                self.problem = self.problem or OTHER_PARTS
             else:  # as an augmentation in the loop, which draws random numbers
                 leaves = self._of_ranks(ranks, leaves, size, as_long=True)
                 samples = digests(leaves)

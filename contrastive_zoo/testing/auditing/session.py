@@ -7,14 +7,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 
-Running = tuple[subprocess.Popen[bytes], threading.Thread]  # a process, and the thread that waits for its end
+Running = tuple[Popen[bytes], threading.Thread]  # a process, and the thread that waits for its end
 
 
 def main() -> None:
@@ -36,15 +36,13 @@ def main() -> None:
 def _start(path: Path, command: list[str], variables: dict[str, str]) -> Running:
     """Start a process in a session of its own, which is ended as a group, with what the process has started."""
     with path.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        process = Popen(command, env=variables, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
     watch = threading.Thread(target=_watch, args=(process, path.with_suffix(".ended")))
     watch.start()
     return process, watch
 
 
-def _watch(process: subprocess.Popen[bytes], ended: Path) -> None:
+def _watch(process: Popen[bytes], ended: Path) -> None:
     status = process.wait()
     _kill(process)
     ended.write_text(str(status))
@@ -58,7 +56,7 @@ def _end(running: list[Running]) -> None:
         running.pop()[1].join()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Popen[bytes]) -> None:
     with suppress(OSError):  # the group has ended
         os.killpg(process.pid, signal.SIGKILL)
 

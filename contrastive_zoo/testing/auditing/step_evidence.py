@@ -9,20 +9,9 @@ from torch import Tensor
 
 from contrastive_zoo.testing.auditing.records import Record, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
-from contrastive_zoo.testing.evidence import (
-    NOISE_FACTOR,
-    ROUNDING_FACTOR,
-    Comparison,
-    Evidence,
-    Gradients,
-    Ratio,
-    flat,
-    tolerance,
-)
+from contrastive_zoo.testing.evidence import ROUNDING_FACTOR, Comparison, Evidence, Gradients, Ratio, flat, tolerance
 from contrastive_zoo.testing.report import Quantity
 
-# Where a step rounds to 16 bits, all parameters change by up to half a unit of these, as much as all that is rounded
-LOW_NOISE_FACTOR = 3.0
 FLOAT32 = torch.finfo(torch.float32).eps
 # Reruns with changes of up to half a unit of rounding, from which the tolerance is derived; and where the error is at most
 # so many tolerances: of two random changes of a number that nearly cancels, both may be small by chance
@@ -123,8 +112,7 @@ class StepEvidence(Evidence):
         assert self.one is not None
         noisy = [self.of(Setting(noise=seed, unit=self.unit)) for seed in range(repetitions)]
         differences = [Ratio.between(vector(x), vector(self.one)).error for x in noisy if x is not None]
-        factor = LOW_NOISE_FACTOR if self.unit else NOISE_FACTOR
-        return tolerance(differences, self.eps, noise_factor=factor, floor=max(floor, self.unit))
+        return tolerance(differences, self.eps, floor, self.unit)
 
     def _judged(self, name: str, vector: Vector, floor: float = 0.0) -> Quantity:
         """Compare a quantity of all ranks with one process; noise is measured where they differ by more than rounding."""
