@@ -52,9 +52,7 @@ def check(
         Literal["mean", "sum"], typer.Option(help="How the trainer reduces gradients over ranks.")
     ] = "mean",
     call: Annotated[str, typer.Option(help="Call form of the loss: labels, views, or auto.")] = "auto",
-    timeout: Annotated[
-        float, typer.Option(help="Seconds for one global batch, besides those of the first call.", min=0.1)
-    ] = 4.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for a global batch after the first call.", min=0.1)] = 4.0,
     width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
     threads: Annotated[
         bool,

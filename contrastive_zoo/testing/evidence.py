@@ -144,22 +144,11 @@ class Evidence:
     failure: str | None = None  # "hang", "no answer", "raises" or "uneven shards" if a rank fails on some batch
     draws = False  # whether random numbers are drawn, from any generator
     calls_in_backward = False  # whether a collective of embeddings or gradients is called in the loss's backward pass
-
-    def confirms(self, mistake: str) -> bool:
-        """Return whether a change of the samples of some ranks shows that a mistake is made."""
-        return False
-
-    def changes(self, edit: str) -> bool | None:
-        """Return whether a change of the samples changes the value of a rank that keeps its own; None if not known."""
-        return None
-
-    def right_after(self, edit: str) -> bool:
-        """Return whether ranks return the value of one process after a change of the samples or of what is drawn."""
-        return False
-
-    def calls(self, name: str) -> bool:
-        """Return whether a collective of such a name is called in the forward pass."""
-        return False
+    calls: Callable[[str], bool]  # whether a collective of such a name is called in the forward pass
+    confirms: Callable[[str], bool]  # whether a change of the samples of some ranks shows that a mistake is made
+    # Only of a loss: no mistake of a training is known by them
+    changes: Callable[[str], bool | None]  # whether a change of samples changes the value of a rank that keeps its own
+    right_after: Callable[[str], bool]  # whether ranks return the value of one process after such a change
 
     def every(self, holds: Callable[[Comparison], bool]) -> bool:
         return all(map(holds, self.comparisons))
