@@ -83,10 +83,7 @@ def check_world_size_invariance(
 
     Examples:
         >>> import contrastive_zoo as cz
-        >>> report = check_world_size_invariance(
-        ...     lambda: cz.DistributedLoss(cz.SupCon()), world_sizes=(1, 2), max_examples=3
-        ... )
-        >>> report.ok
+        >>> check_world_size_invariance(lambda: cz.DistributedLoss(cz.SupCon()), world_sizes=(1, 2), max_examples=3).ok
         True
     """
     require_world_sizes(world_sizes)

@@ -45,14 +45,10 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         ValueError: ``threads`` with a torch that lacks groups of threads.
 
     Examples:
-        >>> import torch
-        >>> def total(start):
-        ...     x = torch.tensor(start + torch.distributed.get_rank())
-        ...     torch.distributed.all_reduce(x)
-        ...     return x.item()
+        >>> import torch.distributed as dist
         >>> with Worlds() as worlds:
-        ...     worlds.run(2, total, 10)
-        [21, 21]
+        ...     worlds.run(2, lambda: (dist.get_rank(), dist.get_world_size()))
+        [(0, 2), (1, 2)]
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def audit_script(
     if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
         raise ValueError(f"the script {' '.join(command[:1]) or '(none)'} does not exist.")
     report = AuditReport(" ".join(command))
-    arguments = [str(steps), ",".join(losses), *command]
+    arguments = [str(steps), json.dumps([*losses]), *command]
     for size in world_sizes:
         start = time.monotonic()
         with _session() as (folder, start_processes):
@@ -368,10 +368,9 @@ def main() -> NoReturn:
     script, *arguments = command[1:] if is_module else command
     sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)
     sys.argv = [script, *arguments]
-    further = [x for x in losses.split(",") if x]
     stack = Path(folder, f"{name}.stack").open("w")  # noqa: SIM115 - stays open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    record_script(Path(folder), name, int(steps), further, lambda: run_script(script, is_module))
+    record_script(Path(folder), name, int(steps), json.loads(losses), lambda: run_script(script, is_module))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class Record:
     error: str = ""  # the exception in which the script ended
     start: Sketches = field(default_factory=dict)  # parameters, buffers and other tensors before their first use
     groups: dict[str, str] = field(default_factory=dict)  # for each trained parameter "encoder" or "loss"
-    kinds: dict[str, str] = field(default_factory=dict)  # of other tensors "parameter", "buffer" or "attribute"
+    parameters: set[str] = field(default_factory=set)  # names of all parameters, those that are not trained, too
     eps: float = 0.0  # the unit of rounding of the parameters
     losses: list[str] = field(default_factory=list)  # their classes, in the order of their first calls
     unknown_losses: set[str] = field(default_factory=set)  # names of losses that the user gives, and no module has

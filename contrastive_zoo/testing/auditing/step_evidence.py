@@ -65,16 +65,14 @@ class StepEvidence(Evidence):
     @property
     def other_parameters(self) -> list[str]:
         """The parameters that no optimizer trains, as those of a teacher."""
-        trained = {*self.names("encoder"), *self.names("loss")}
-        kinds = self.records[0].kinds.items()
-        return sorted(name for name, kind in kinds if kind == "parameter" and name not in trained)
+        return sorted(self.records[0].parameters - {*self.names("encoder"), *self.names("loss")})
 
     @property
     def differing_tensors(self) -> list[str]:
         """The buffers and other tensors of modules that are not equal on all ranks after the step."""
         first, *others = (x.after for x in self.ranks)
-        kinds = self.records[0].kinds.items()
-        names = [x for x, kind in kinds if kind != "parameter" and all(x in after for after in (first, *others))]
+        tensors = [x for x in self.records[0].start if x not in self.records[0].parameters]
+        names = [x for x in tensors if all(x in after for after in (first, *others))]
         return [x for x in names if not all(torch.equal(first[x], after[x]) for after in others)]
 
     def gradient(self, names: Sequence[str]) -> Vector:

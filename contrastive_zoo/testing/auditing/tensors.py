@@ -57,6 +57,7 @@ class Tensors:
                 continue
             if kind == "parameter":
                 self.names[x] = name
+                self.record.parameters.add(name)
                 if x.requires_grad:
                     is_of_loss = x in of_losses or (x.numel() == 1 and name.rpartition(".")[2].startswith(OF_LOSSES))
                     self.record.groups[name] = "loss" if is_of_loss else "encoder"
@@ -64,7 +65,6 @@ class Tensors:
                     self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
                 if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
                     self.record.shares_samples = True
-            self.record.kinds[name] = kind
             if self.restore is not None:
                 self.restore(name, x)
             value = whole(x, self.groups.get(x))
