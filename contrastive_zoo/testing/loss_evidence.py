@@ -113,8 +113,11 @@ class LossEvidence(Evidence):
         return [self.uneven] if self.stages == ["uneven"] and self.uneven is not None else self.comparisons
 
     def confirms(self, mistake: str) -> bool:
-        if mistake == "state":
-            return self._remembers
+        if mistake == "state":  # the value of a step on one process depends on the samples of the step before
+            batch = self._trial(EVEN[0]).batch
+            steps = ((replace(batch, seed=seed), batch) for seed in (1, 2))
+            first, second = (self.worlds.run(1, measurement.measure, self.case, x, UNCHANGED)[0][-1] for x in steps)
+            return not (isinstance(first, str) or isinstance(second, str) or self._near(first.value, second.value))
         if mistake == {"labels": "views split wrongly", "views": "labels not gathered"}[self.case.call]:
             return False
         return all(any(self._computes(x, y) for y in SELECTIONS.get(mistake, ())) for x in self._probed)
@@ -150,14 +153,6 @@ class LossEvidence(Evidence):
         with suppress(RankError):
             return all(self._near(y.value, x.on_one_process(plan).value) for x in trials for y in x.on_ranks(plan))
         return False
-
-    @property
-    def _remembers(self) -> bool:
-        """Return whether the value of a step on one process depends on the samples of the step before."""
-        batch = self._trial(EVEN[0]).batch
-        steps = ((replace(batch, seed=seed), batch) for seed in (1, 2))
-        first, second = (self.worlds.run(1, measurement.measure, self.case, x, UNCHANGED)[0][-1] for x in steps)
-        return not (isinstance(first, str) or isinstance(second, str) or self._near(first.value, second.value))
 
 
 def _are_equal(by_rank: Sequence[dict[str, Tensor]]) -> bool:

@@ -7,7 +7,6 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -16,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NoReturn
 
 import torch
@@ -77,9 +77,8 @@ def audit_script(
 @contextmanager
 def _session() -> Iterator[tuple[Path, StartProcesses]]:
     """Context manager: the folder and processes of an audit, which end with it, or with this process, however it ends."""
-    command, pipe = [sys.executable, "-IS", session.__file__], subprocess.PIPE
-    settings: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **settings) as supervisor:
+    command = [sys.executable, "-IS", session.__file__]
+    with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, start_new_session=True) as supervisor:
         assert supervisor.stdin is not None
         assert supervisor.stdout is not None
         to_supervisor, answers = supervisor.stdin, supervisor.stdout
