@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.pairwise import first_of_equals, share_across_blocks, with_equal_columns
-from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.tiling import USUAL_MATRICES, budget
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import sum_over_ranks
@@ -33,11 +32,6 @@ def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor
     begins[1:] = ordered[1:] != ordered[:-1]
     classes = torch.empty_like(ids).scatter_(0, order, begins.cumsum(0))
     return classes, torch.zeros_like(ids).index_add_(0, classes, torch.ones_like(ids))
-
-
-def class_numbers_as_floats(ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return the class of each row as a float that represents it exactly: a CPU vectorises comparisons of floats."""
-    return class_numbers(ids)[0].to(torch.float32 if len(ids) < 2**24 else torch.float64)
 
 
 def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int[Tensor, " n"] | None:
@@ -133,8 +127,9 @@ class BatchLayout:
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
         """The ids of anchors and candidates, renumbered 0, 1, … so that floats represent them exactly."""
-        numbers = class_numbers_as_floats(torch.cat([self.ids, self.candidate_ids]))
-        return numbers[: len(self.ids)], numbers[len(self.ids) :]
+        numbers, _ = class_numbers(torch.cat([self.ids, self.candidate_ids]))
+        exact = numbers.to(torch.float32 if len(numbers) < 2**24 else torch.float64)
+        return exact[: len(self.ids)], exact[len(self.ids) :]
 
     def _same_id(self, rows: slice) -> Tensor:
         if not devices.on_cpu(self.ids):
@@ -198,7 +193,6 @@ class RowwiseSweep:
         sweep = RowwiseSweep(self.loss, of_one, self.candidates[last], self.candidates, [*self.learnable.values()])
         return sweep.losses()[0].sum()
 
-    @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
         """Return losses, counts, and the weighted sum's complete gradients by anchors, candidates, learnable settings."""
         danchors, dcandidates = torch.zeros_like(self.anchors), torch.zeros_like(self.candidates)

@@ -175,8 +175,7 @@ class ClassPairs:
 
     @cached_property
     def targets(self) -> Int[Tensor, " n"]:
-        labels = self.batch.rows["labels"].long()
-        return safe_index(labels, self.num_classes)
+        return safe_index(self.batch.rows["labels"].long(), self.num_classes)
 
     @property
     def num_classes(self) -> int:

@@ -48,8 +48,7 @@ class Pairs(NamedTuple):
         item = of.item if self.narrow else of.wide
         to.bring(names, of, item)
         to.hold(to.arrived(of, item))
-        for size in to.bounds(self.scale, of.wide, unit_norm=self.unit_norm):
-            to.sum("bound of logits", size)
+        to.bound(self.scale, of.wide, unit_norm=self.unit_norm)
         if self.columnwise:
             to.give_back("sums of columns", of, (1 + kernel) * of.wide)
             to.to_all("statistics of columns", of.largest * (2 + kernel) * of.wide, backward=True)
@@ -281,7 +280,7 @@ class Classes(NamedTuple):
 
     def note(self, to: Ledger) -> None:
         of, shards = to.prepare(self.rows), to.rows["class weights"].shards if "class weights" in to.rows else None
-        centers = self.each * (self.classes if self.drawn is None else self._drawn(to))
+        centers = self.each * (self.classes if self.drawn is None else self._bound(self.drawn, to))
         anchors, total = of.anchors, of.candidates.total
         if shards is None:
             to.sum("gradient of a parameter", centers * of.row, backward=True)
@@ -308,10 +307,9 @@ class Classes(NamedTuple):
         held = 2 * rows + (self.matrices - kept) * matrix
         to.hold(of_all + 2 * weights + kept * matrix, backward=2 * weights + max(of_all, held))
 
-    def _drawn(self, to: Ledger) -> int:
-        assert self.drawn is not None
-        labels, bound = to.rows["labels"], max(self.drawn, min(self.classes, to.rows["labels"].shards.total))
-        to.assumed[f"{'at most ' if bound > self.drawn else ''}{bound:,} of {self.classes:,} classes are drawn"] = None
+    def _bound(self, drawn: int, to: Ledger) -> int:
+        labels, bound = to.rows["labels"], max(drawn, min(self.classes, to.rows["labels"].shards.total))
+        to.assumed[f"{'at most ' if bound > drawn else ''}{bound:,} of {self.classes:,} classes are drawn"] = None
         to.gather_once("gather of labels", "labels", labels.bytes)
         to.hold(forward=_KEYS * SUM * self.classes)
         return bound

@@ -58,12 +58,12 @@ class GatherExchange:
         blocks: Sequence[RankBlock],
         shards: Shards,
         world: World,
-        sent: Tensor | None = None,
-        gathered: Tensor | None = None,
+        sent: Tensor,
+        gathered: Tensor | None,
     ) -> None:
         self.columns, self.blocks, self.shards, self.world, self.gathered = columns, blocks, shards, world, gathered
         if gathered is None:
-            self.wait = start_gather(columns if sent is None else sent, shards, world)
+            self.wait = start_gather(sent, shards, world)
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.columns
@@ -138,14 +138,13 @@ class Ring:
 
     gathered = None
 
-    def __init__(self, columns: Tensor, blocks: Sequence[RankBlock], world: World, sent: Tensor | None = None) -> None:
-        self.columns, self.blocks, self.world = columns, blocks, world
-        self.message = columns if sent is None else sent
+    def __init__(self, columns: Tensor, blocks: Sequence[RankBlock], world: World, sent: Tensor) -> None:
+        self.columns, self.blocks, self.world, self.sent = columns, blocks, world, sent
 
     def __iter__(self) -> Iterator[Tensor]:
         visiting = self.columns
         for block in self.blocks[1:]:
-            rows = self.message[block.sent]
+            rows = self.sent[block.sent]
             arriving = SendReceive(rows, block.behind, _length(block.columns), block.ahead, self.world)
             yield visiting
             visiting = arriving.wait().to(self.columns.dtype)
@@ -157,23 +156,19 @@ class Ring:
             yield [block], prepare(columns)
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
-        arriving: _Arriving | None = None
+        arriving: list[tuple[Tensor, SendReceive]] = []  # what gradients are added to, and their transfer
+
+        def add() -> None:
+            for target, transfer in arriving:
+                target += transfer.wait()
+
         for block, part in zip(self.blocks[1:], parts, strict=True):
             target = total[block.sent]
             transfer = SendReceive(part, block.ahead, len(target), block.behind, self.world)
-            _add(arriving)  # which arrived while this part was computed
-            arriving = target, transfer
-        _add(arriving)
+            add()  # which arrived while this part was computed
+            arriving = [(target, transfer)]
+        add()
         return total
-
-
-_Arriving = tuple[Tensor, SendReceive]  # what arriving gradients are added to, and these
-
-
-def _add(pending: _Arriving | None) -> None:
-    if pending is not None:
-        target, transfer = pending
-        target += transfer.wait()
 
 
 def _length(x: slice) -> int:
@@ -227,14 +222,13 @@ class Sweep:
         return rows if self.factors is None else self.factors[0].detach().to(rows.dtype)
 
     def operand(self, rows: Tensor) -> Any:
-        """Return factors as products take them."""
         return Operand(rows, inverse_norms(rows) if self.normalizes else None)
 
     def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the factors of other ranks' columns here, unless an earlier exchange has gathered them."""
         blocks = schedule(self.row_shards, self.column_shards, half=self.one_tower)
-        sent = None if self.factors is None else self.factors[1]
-        columns = columns if sent is None else sent.detach().to(columns.dtype)
+        sent = columns if self.factors is None else self.factors[1].detach()
+        columns = sent.to(columns.dtype)
         if isinstance(self.world, Session) and self.world.ring:
             return Ring(columns, blocks, self.world, sent)
         return GatherExchange(columns, blocks, self.column_shards, self.world, sent, gathered)

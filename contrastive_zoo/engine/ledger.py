@@ -1,6 +1,6 @@
 """What a rank sends, multiplies and holds in a step, written down message by message."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import NamedTuple, TypeAlias
@@ -81,8 +81,6 @@ class _Sizes(NamedTuple):
 
 @dataclass
 class Ledger:
-    """What a rank sends, multiplies and holds, written down message by message."""
-
     situation: Situation
     plan: Plan
     classes: int | None
@@ -180,15 +178,15 @@ class Ledger:
             self.sent.append(Message("gather of all tensors", (self.situation.world_size - 1) * size))
             self.hold(split.total * row, self.situation.world_size * size + split.size * row)
 
-    def bounds(self, scale: Number | None, wide: int, *, unit_norm: bool) -> Iterable[int]:
-        """Yield the bytes of the messages by which ranks on a CPU bound logits, and ask if a sum lost precision."""
+    def bound(self, scale: Number | None, wide: int, *, unit_norm: bool) -> None:
+        """Note that ranks on a CPU bound logits, and ask if a sum lost precision."""
         if not self.situation.on_cpu or self.plan.arithmetic == "kernel":
             return
         if not unit_norm:
-            yield 2 * wide
+            self.sum("bound of logits", 2 * wide)
         window, _ = shift_window(torch.float64 if wide > FLOAT else torch.float32)
         if not unit_norm or scale is None or scale > window:
-            yield FLOAT
+            self.sum("bound of logits", FLOAT)
 
     def hold(self, kept: Number = 0, forward: Number = 0, backward: Number = 0) -> None:
         """Note bytes that are held until the backward pass, and beside them for a moment of either pass."""

@@ -24,7 +24,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
 from contrastive_zoo.engine.masked import masked_indices, tie_width
 from contrastive_zoo.engine.pairwise import first_of_equals
-from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
+from contrastive_zoo.engine.precision import matmul, matmul_rounding, without_autocast
 from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
@@ -44,7 +44,6 @@ class TokenSets:
     read: Sequence[int]  # the lengths on the host
     factors: Tensor | None = None  # of an input of 16 bits, what is sent and multiplied in place of tokens
     gathered: Tensor | None = None  # what is sent, of all ranks, if losses of a sum share it
-    floor: Tensor | None = None  # of each query token, the least similarity that counts; None if all do
 
     def gather(self, world: World) -> Tensor:
         """Return what is sent, of all ranks."""
@@ -76,12 +75,12 @@ def late_interaction_scores(batch: Batch, *, normalize: bool, top_k: int | None 
         of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0], gathered
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets[0], *map(_with_first_of_equals, sets[1:])
-    how: Any = {"unit_norm": normalize, "world": batch.world, "plain": batch.plan.is_plain}
+    floor = None  # of each query token, the least similarity that counts
     if top_k is not None:
         others = [replace(x, gathered=x.gather(batch.world)) for x in others]
         tokens = torch.cat([batch.prepared(x.gathered, normalize=normalize) for x in others if x.gathered is not None])
-        queries = replace(queries, floor=_kth_largest(queries.tokens.detach(), tokens, top_k))
-    parts = [max_sim_scores(queries, x, **how) for x in others]
+        floor = _kth_largest(queries.tokens.detach(), tokens, top_k)
+    parts = [_max_sim_scores(batch, queries, x, floor, unit_norm=normalize) for x in others]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -103,24 +102,23 @@ def _with_first_of_equals(sets: TokenSets) -> TokenSets:
     return sets if first is None else replace(sets, tokens=sets.tokens[first])
 
 
-@without_autocast
-def max_sim_scores(
-    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World, plain: bool = False
+def _max_sim_scores(
+    batch: Batch, queries: TokenSets, documents: TokenSets, floor: Tensor | None, *, unit_norm: bool
 ) -> Float[Tensor, "n M"]:
     """Return ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` of all ranks' documents, over valid tokens."""
-    lengths, read = documents.all_lengths(world)
-    if plain:
-        tokens = all_gather(documents.tokens, shards=documents.token_shards, process_group=world)
-        products = queries.tokens @ tokens.T
+    lengths, read = documents.all_lengths(batch.world)
+    if batch.plan.is_plain:
+        tokens = all_gather(documents.tokens, shards=documents.token_shards, process_group=batch.world)
+        products = matmul(queries.tokens, tokens.T)
         best = [x.max(1).values for x in products.split([*read], 1)]
-        return _scores_of(torch.stack(best, 1) if best else products, queries.lengths, queries.floor)[0]
+        return _scores_of(torch.stack(best, 1) if best else products, queries.lengths, floor)[0]
     factors = None
     if queries.factors is not None and documents.factors is not None:
         factors = queries.factors, documents.factors
     sweep = MaxSimSweep(
         query_lengths=queries.lengths, document_lengths=lengths, read_lengths=read, document_shards=documents.shards,
-        row_shards=queries.token_shards, column_shards=documents.token_shards, world=world, factors=factors,
-        unit_norm=unit_norm, floor=queries.floor,
+        row_shards=queries.token_shards, column_shards=documents.token_shards, world=batch.world, factors=factors,
+        unit_norm=unit_norm, floor=floor,
     )  # fmt: skip
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens, documents.gathered)
     return scores

@@ -28,17 +28,17 @@ class _Pairs:
     normalize: bool  # whether embeddings are normalised to unit length first
 
     @cached_property
+    def _names(self) -> list[str]:
+        return [name for name, x in self.batch.rows.items() if is_embedding(x)]
+
+    @cached_property
     def rows(self) -> list[Tensor]:
-        return [self.batch.prepared(x, normalize=self.normalize) for x in self._arguments]
+        return [self.batch.prepared(self.batch.rows[name], normalize=self.normalize) for name in self._names]
 
     @cached_property
     def factors(self) -> list[Tensor] | None:
         """What matmuls and messages take in place of embeddings of 16 bits; None of others."""
-        return self.batch.factors(self._arguments)
-
-    @property
-    def _arguments(self) -> list[Tensor]:
-        return [x for x in self.batch.rows.values() if is_embedding(x)]
+        return self.batch.factors([self.batch.rows[name] for name in self._names])
 
     @cached_property
     def scale(self) -> float | Tensor:
@@ -47,9 +47,8 @@ class _Pairs:
 
     def _gather_shared(self, *indices: int) -> Tensor | None:
         """The embeddings of all ranks as ranks send them, of these indices, if losses of a sum share them."""
-        names = [name for name, x in self.batch.rows.items() if is_embedding(x)]
         normalize = self.normalize if self.factors is None else None
-        return self.batch.gather_shared(*(names[i] for i in indices), normalize=normalize)
+        return self.batch.gather_shared(*(self._names[i] for i in indices), normalize=normalize)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -178,17 +177,13 @@ class TowerPairs(_Pairs):
         self, *, symmetric: bool = False
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None, Float[Tensor, " n"]]:
         """Return log-sum-exps over other queries' keys, over other keys' queries if asked, and positives' logits."""
-        other_keys, other_queries, (positive,) = log_sum_exps(
-            *self.rows[:2], factors=self._factors(0, 1), row_shards=self.batch.samples, columnwise=symmetric,
-            partners=Partners([0]), gathered=self._gather_shared(1), **self._settings,
-        )  # fmt: skip
+        other_keys, other_queries, (positive,) = self._compare(0, 1, columnwise=symmetric, partners=Partners([0]))
         return other_keys, other_queries, positive
 
     def sums_by_direction(
         self, directions: Collection[Direction]
     ) -> tuple[dict[Direction, Float[Tensor, " n"]], Float[Tensor, " n"]]:
         """Return each direction's log-sum-exps over all but the pair itself, and the positives' logits."""
-        batch = self.batch
         over_keys, over_queries, positive = self.sums(symmetric="doc_to_query" in directions)
         for index, shards in enumerate(self.negative_shards, 2):
             if shards.total:  # otherwise messages of no rows
@@ -200,22 +195,20 @@ class TowerPairs(_Pairs):
         towers: dict[Direction, int] = {"query_to_query": 0, "doc_to_doc": 1}
         for direction, tower in towers.items():
             if direction in directions:
-                sums[direction], *_ = log_sum_exps(
-                    self.rows[tower], factors=self._factors(tower, tower), row_shards=batch.samples,
-                    gathered=self._gather_shared(tower), **self._settings,
-                )  # fmt: skip
+                sums[direction], *_ = self._compare(tower, tower)
         return sums, positive
 
     def sum_over(self, index: int) -> Float[Tensor, " n"]:
         """Return the queries' log-sum-exps over further candidates of all ranks, [m, d], the embeddings of this index."""
-        return log_sum_exps(
-            self.rows[0], self.rows[index], factors=self._factors(0, index), row_shards=self.batch.samples,
-            column_shards=self.negative_shards[index - 2], columnwise=False, gathered=self._gather_shared(index),
-            **self._settings,
-        )[0]  # fmt: skip
+        return self._compare(0, index, column_shards=self.negative_shards[index - 2], columnwise=False)[0]
 
-    def _factors(self, rows: int, columns: int) -> tuple[Tensor, Tensor] | None:
-        return None if self.factors is None else (self.factors[rows], self.factors[columns])
+    def _compare(self, rows: int, columns: int, **how: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Return log-sum-exps of the embeddings of one index over those of another one, or over others of the same."""
+        factors = None if self.factors is None else (self.factors[rows], self.factors[columns])
+        return log_sum_exps(
+            self.rows[rows], None if rows == columns else self.rows[columns], factors=factors,
+            row_shards=self.batch.samples, gathered=self._gather_shared(columns), **self._settings, **how,
+        )  # fmt: skip
 
     def binary_cross_entropy(
         self, reduction: Reduction, bias: float | Tensor, ids: Tensor | None = None, key_ids: Tensor | None = None
@@ -234,7 +227,7 @@ class TowerPairs(_Pairs):
             loss = BlockLoss(_sigmoid, temperature=self.temperature, bias=bias)
             return reduce_rows(
                 batch, loss, x, batch.indices() if ids is None else ids.long(), candidates=y,
-                candidate_ids=None if key_ids is None else key_ids.long(), candidate_shards=self._shards[1],
+                candidate_ids=None if key_ids is None else key_ids.long(), candidate_shards=batch.shards[self._names[1]],
                 reduction=reduction,
             )  # fmt: skip
         return sum_over_sigmoid_pairs(
@@ -243,13 +236,9 @@ class TowerPairs(_Pairs):
             gathered=self._gather_shared(1),
         )  # fmt: skip
 
-    @property
-    def _shards(self) -> list[Shards]:
-        return [self.batch.shards[name] for name, x in self.batch.rows.items() if is_embedding(x)]
-
     @cached_property
     def negative_shards(self) -> list[Shards]:
-        return self._shards[2:]
+        return [self.batch.shards[name] for name in self._names[2:]]
 
 
 def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:

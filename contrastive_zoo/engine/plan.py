@@ -143,18 +143,13 @@ def choose(caller: str, needs: Needs, situation: Situation) -> Plan:
         )
     work, why_work = _work(needs, situation)
     movement, why_movement = _movement(work, needs, situation)
-    arithmetic, why, warning = _arithmetic(caller, needs, situation, work)
-    plan = Plan(work, movement, arithmetic, (why_work, why_movement, why), (), warning)
-    if needs.members:
-        plan = plan._replace(members=[_of_member(caller, of, situation, plan) for of in needs.members])
-    refuse_impossible(caller, plan, needs, situation)
-    return plan
+    return _with_arithmetic(caller, needs, situation, Plan(work, movement, because=(why_work, why_movement, "")))
 
 
-def _of_member(caller: str, needs: Needs, situation: Situation, plan: Plan) -> Plan:
-    """Return the plan of a member of a sum, whose embeddings move with those of the sum."""
+def _with_arithmetic(caller: str, needs: Needs, situation: Situation, plan: Plan) -> Plan:
+    """Return the plan with its arithmetic and with the plans of a sum's members, whose embeddings move with the sum's."""
     arithmetic, why, warning = _arithmetic(caller, needs, situation, plan.work)
-    members = [_of_member(caller, of, situation, plan) for of in needs.members]
+    members = tuple(_with_arithmetic(caller, of, situation, plan) for of in needs.members)
     return plan._replace(arithmetic=arithmetic, because=(*plan.because[:2], why), members=members, warning=warning)
 
 
@@ -228,18 +223,3 @@ _BY_ENGINE: Mapping[Engine, tuple[Arithmetic, str, None]] = {
     "sum": ("plain", "each loss of the sum has its own", None),
     "other": ("plain", "the loss computes as it is written", None),
 }
-
-
-def refuse_impossible(caller: str, plan: Plan, needs: Needs, situation: Situation) -> None:
-    problem = None
-    if (plan.work == "alone") != (situation.world_size == 1):
-        problem = f"{situation.world_size} ranks compute {plan.work!r}"
-    elif plan.work == "all on every rank" and needs.split is not None:
-        problem = f"no rank can compute all of it: {needs.split}"
-    elif plan.movement == "ring" and needs.no_ring is not None:
-        problem = f"its candidates cannot pass from rank to rank: {needs.no_ring}"
-    elif plan.movement == "with the handshake" and not situation.payload:
-        problem = "the embeddings of some rank did not come with the handshake"
-    elif plan.arithmetic == "kernel" and not (situation.kernels.apply and needs.no_kernel is None):
-        problem = f"some rank cannot run the kernel: Triton {needs.no_kernel or situation.kernels.problem}"
-    assert problem is None, f"{caller}: the plan {plan[:3]} is wrong: {problem}"

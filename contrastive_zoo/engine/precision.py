@@ -126,7 +126,6 @@ def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
     return unit_rows(wide) if normalize else wide
 
 
-@without_autocast
 def joined(*rows: Tensor, normalize: bool | None) -> Tensor:
     """Return rows of equal length, prepared unless ``normalize`` is None, and concatenated."""
     parts = rows if normalize is None else [prepared(x, normalize=normalize) for x in rows]

@@ -186,6 +186,7 @@ class _SumOverAnchors(Function):
         return (total / ctx.count).sum().to(anchors.dtype)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at the first access and refuses a second
         call, inputs, rest = ctx.call, saved[: ctx.count_inputs], saved[ctx.count_inputs :]

@@ -125,7 +125,7 @@ class _Sweep(Sweep):
                 block = _Block(self.operand(left), max(self.column_shards.sizes), scale, bias, learns, weights)
                 parts = self._parts(block, exchange, dcandidates)
             self.complete(exchange, dcandidates if learns else None, parts)
-        products, danchors = block.products, block.danchors
+        danchors = block.danchors
         if self.on_kernel:  # kernels would round the weights of positives, the largest, to 16 bits
             of_pairs = torch.linalg.vecdot(anchors, candidates)
             x = of_pairs * scale + bias
@@ -135,11 +135,11 @@ class _Sweep(Sweep):
                 block.finish()
                 danchors.addcmul_(candidates, g[:, None])
                 dcandidates.addcmul_(anchors, g[:, None])
-                products += torch.dot(g, of_pairs)
+                block.products += torch.dot(g, of_pairs)
                 block.dbias += g.sum()
         if not learns:
             return block.losses, []
-        products = torch.dot(anchors.flatten(), danchors.flatten()) if products is None else products
+        products = block.products if self.on_kernel else torch.dot(anchors.flatten(), danchors.flatten())
         sums = torch.stack([products, block.dbias])
         dscale, dbias = sum_over_ranks(sums, gradient="partial", world=self.world).unbind()
         return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
@@ -175,7 +175,6 @@ class _Block:
     bias: Tensor
     learns: bool  # whether gradients are computed
     weights: Tensor | None
-    products: Tensor | None = None  # Σ G_ij a_i·b_j, of a block that sums it by itself
 
     def __post_init__(self) -> None:
         rows, inverse = self.anchors.rows, self.anchors.inverse

@@ -19,7 +19,7 @@ from torch import Tensor
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul, matmul_rounding, without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window, statistics
-from contrastive_zoo.engine.softmax_sweep import Partners, Pass, SoftmaxSweep, Totals, gradient_buffer
+from contrastive_zoo.engine.softmax_sweep import Partners, Pass, SoftmaxSweep, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import all_gathered
@@ -141,8 +141,7 @@ class _LogSumExp(Function):
             for x, y in zip(of_partners, ctx.products, strict=True):
                 products += torch.dot(x, y)
             arguments = Pass(ctx.arithmetic, sweep.row_factors(rows), exchange, ctx.scale)
-            totals = Totals(drows, dcolumns, products)
-            parts = sweep.gradients(arguments, (row_statistics, column_statistics), totals, tiles)
+            parts = sweep.gradients(arguments, row_statistics, column_statistics, drows, dcolumns, products, tiles)
             sweep.complete(exchange, dcolumns, parts)
             ctx.cached.release()
             sweep.partners.add_gradients(of_partners, rows, columns, drows, dcolumns)

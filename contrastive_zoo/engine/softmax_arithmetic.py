@@ -126,9 +126,6 @@ class ExactSums:
         return out if columns is None else out.addcmul_((s - columns[:, 0]).exp_(), columns[:, 1])
 
 
-Arithmetic = ShiftedSums | ExactSums
-
-
 def shift_window(dtype: torch.dtype) -> tuple[float, float]:
     """Return how far below u a log-sum-exp may lie without loss, and how far above u a logit without overflow, in nats.
 

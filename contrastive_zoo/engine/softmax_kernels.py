@@ -13,7 +13,7 @@ from contrastive_zoo.engine.kernels.blocks import NO_PARTNER, Operand, as_scalar
 from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING
 from contrastive_zoo.engine.precision import MIN_NORM
-from contrastive_zoo.engine.softmax_sweep import Pass, SoftmaxSweep, Totals
+from contrastive_zoo.engine.softmax_sweep import Pass, SoftmaxSweep
 from contrastive_zoo.ranks.transport import gather_rows
 
 # the exponent by which weights of an empty sum are 0; unlike those of infinity, differences are numbers
@@ -75,15 +75,15 @@ class KernelSweep(SoftmaxSweep):
         return (local, None, []) if self.one_tower else (total, local, [])
 
     def gradients(
-        self, arguments: Pass, statistics: tuple[Tensor, Tensor | None], totals: Totals, stored: object
-    ) -> Iterator[Tensor]:
+        self, arguments: Pass, row_statistics: Tensor, column_statistics: Tensor | None,
+        drows: Tensor, dcolumns: Tensor | None, products: Tensor, stored: object,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """Do as the sweep of tiles; this rank's Σ G_ij a_i·b_j, times a scale that is a number, is added to ``products``."""
-        (arithmetic, rows, exchange, scale), (drows, dcolumns, products) = arguments, totals
-        row_statistics, column_statistics = statistics
+        arithmetic, rows, exchange, scale = arguments
         symmetric, factor = column_statistics is not None, as_scalar(scale, rows)
-        columns_of_all = row_statistics[:0] if column_statistics is None else column_statistics
-        if symmetric:
-            columns_of_all = gather_rows(columns_of_all, self.column_shards, self.world)
+        columns_of_all = row_statistics[:0]
+        if column_statistics is not None:
+            columns_of_all = gather_rows(column_statistics, self.column_shards, self.world)
         weighed = [rows.new_full((1,), SMALLEST), row_statistics[:, 2], columns_of_all[:, 2]]
         unit = torch.cat(weighed).abs().amax()
         # float16 can hold weights in units of the power of two above the largest gradient, alike on any number of ranks

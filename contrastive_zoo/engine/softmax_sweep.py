@@ -66,14 +66,6 @@ class Pass(NamedTuple):
     scale: float | Tensor
 
 
-class Totals(NamedTuple):
-    """What a backward pass writes: G B, Gᵀ A of the local columns, and Σ G_ij a_i·b_j if a sweep sums it itself."""
-
-    drows: Tensor
-    dcolumns: Tensor | None
-    products: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxSweep(Sweep):
     """Compute all tiles of this rank."""
@@ -168,14 +160,14 @@ class SoftmaxSweep(Sweep):
         return total, None if self.one_tower else column_total, stored
 
     def gradients(
-        self, arguments: Pass, statistics: tuple[Tensor, Tensor | None], totals: Totals, stored: Sequence[Tensor | None]
-    ) -> Iterator[Tensor]:
-        """Write the totals; yield Gᵀ A of each other block. The caller multiplies these by a scale that is a tensor.
+        self, arguments: Pass, row_statistics: Tensor, column_statistics: Tensor | None,
+        drows: Tensor, dcolumns: Tensor | None, products: Tensor, stored: Sequence[Tensor | None],
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Write G B and Gᵀ A of the local columns, and add Σ G_ij a_i·b_j if the sweep sums it itself; yield other Gᵀ A.
 
-        Statistics are sums and the gradients of their logarithms, [n, 2] and [m, 2].
+        The caller multiplies these by a scale that is a tensor. Statistics are sums and the gradients of their logarithms.
         """
-        (arithmetic, rows, _, scale), (drows, dcolumns, _) = arguments, totals
-        row_statistics, column_statistics = statistics
+        arithmetic, rows, _, scale = arguments
         alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, out = (tile_scratch(rows, max(self.column_shards.sizes)) for _ in range(2))
         row_weights, column_weights = arithmetic.coefficients(row_statistics), None

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.compiling import Function, differentiable_once, inner_graph, saved_tensors_are_hooked
 from contrastive_zoo.ranks.row_checks import is_integer
-
-R = TypeVar("R")
 
 BLOCK_BYTES = 32 * 2**20  # largest size of one block of similarities
 TILE_BYTES = 4 * 2**20  # and of a tile, so that it stays in a CPU's cache; a GPU's tiles are 32 times as large
@@ -116,11 +114,10 @@ class _ByBlocks(Function):
             with inner_graph():
                 parts = [x.detach().requires_grad_(needs) for x, needs in zip(parts, learns, strict=True)]
                 result = ctx.function(*parts)
-            of_block = torch.autograd.grad(result, [x for x in parts if x.requires_grad], g.detach()[block])
-            for i, gradient in zip([i for i, needs in enumerate(learns) if needs], of_block, strict=True):
-                total = gradients[i]
-                assert total is not None
-                (total[block] if i < ctx.count else total).add_(gradient)
+            of_block = iter(torch.autograd.grad(result, [x for x in parts if x.requires_grad], g.detach()[block]))
+            for i, total in enumerate(gradients):
+                if total is not None:
+                    (total[block] if i < ctx.count else total).add_(next(of_block))
         return None, None, None, *(differentiable_once(x, *inputs) for x in gradients)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block, hinges, implementation, masked, pairwise, tiling
-from contrastive_zoo.engine.anchor_block import class_numbers, class_numbers_as_floats, only_positives
+from contrastive_zoo.engine.anchor_block import BatchLayout, class_numbers, only_positives
 from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
 from tests.simulated import value_and_gradients
@@ -205,7 +206,8 @@ def test_an_accelerator_numbers_classes_as_a_cpu(ids: list[int]) -> None:
     assert torch.equal(found, classes)
     assert found_counts.tolist() == counts.tolist() + [0] * (len(ids) - len(counts))
     assert torch.equal(found_partners, torch.arange(len(ids)) if partners is None else partners)
-    assert class_numbers_as_floats(x).tolist() == classes.tolist()
+    layout = BatchLayout(x, x, (), Shards((len(ids),)), World(), None)
+    assert [of.tolist() for of in layout._ids_as_floats] == [classes.tolist()] * 2
 
 
 class Tagged(Tensor):

@@ -2,15 +2,11 @@
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
-def device_problem(device: "torch.device") -> str | None:
-    import torch  # imported here, so that the package imports without torch
-
+def device_problem(device: torch.device) -> str | None:
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
         return None
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -19,7 +15,7 @@ def device_problem(device: "torch.device") -> str | None:
 
 
 @cache
-def installation_problem(device: "torch.device") -> str | None:
+def installation_problem(device: torch.device) -> str | None:
     """Return why kernels cannot be imported, compiled or launched on a suitable device; tried once per process."""
     try:
         from contrastive_zoo.engine.kernels.blocks import launch_smallest  # imported here: Triton is optional
