@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.plan import ALONE, Plan
-from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, joined, matmul, prepared, sum_dtype
+from contrastive_zoo.engine.precision import at_least_float32, concatenated, is_16_bit, matmul, sum_dtype, unit_rows
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.devices import ValueCheck
@@ -108,22 +109,26 @@ class Batch:
 
     def prepared(self, rows: Tensor, *, normalize: bool) -> Tensor:
         """Return embeddings in at least float32, of unit length if asked; zeros stay zeros."""
-        return prepared(rows, normalize=normalize)
+        wide = at_least_float32(rows)
+        return unit_rows(wide) if normalize else wide
 
     def candidates(self, *names: str, normalize: bool) -> "Candidates":
         """Return the prepared embeddings of these names, concatenated, [n, d]."""
-        local = joined(*(self.rows[name] for name in names), normalize=normalize).flatten(0, -2)
-        return Candidates(local, self, names, normalize)
+        local = concatenated(*(self.prepared(self.rows[name], normalize=normalize) for name in names))
+        shards = functools.reduce(Shards.plus, (self.shards[name] for name in names))
+        gathered = functools.partial(self.gather_shared, *names, normalize=normalize)
+        return Candidates(local.flatten(0, -2), shards, gathered)
 
     def gather_shared(self, *names: str, normalize: bool | None) -> Tensor | None:
         """Return what :meth:`candidates` makes of all ranks' rows, or these as they came, if losses of a sum share them."""
         shared = [self.shared_rows.get(name) for name in names]
         if any(x is None or x.local is not self.rows[name] for name, x in zip(names, shared, strict=True)):
             return None
-        parts = [x.gathered().split(self.shards[name].sizes) for name, x in zip(names, shared, strict=True) if x]
         with torch.no_grad():
-            of_ranks = (joined(*x, normalize=normalize) for x in zip(*parts, strict=True))
-            return joined(*of_ranks, normalize=None).flatten(0, -2)
+            gathered = [x.gathered() for x in shared if x]
+            rows = gathered if normalize is None else [self.prepared(x, normalize=normalize) for x in gathered]
+            parts = (x.split(self.shards[name].sizes) for name, x in zip(names, rows, strict=True))
+            return concatenated(*chain.from_iterable(zip(*parts, strict=True))).flatten(0, -2)
 
     def factors(self, rows: Sequence[Tensor]) -> list[Tensor] | None:
         """Return embeddings of 16 bits, which matmuls take and ranks send as they came: unit ones would be rounded."""
@@ -252,23 +257,12 @@ _SHORT_INTEGERS = torch.int8, torch.uint8, torch.int16, torch.int32
 _LEAST_IDS = 8  # of a rank: a small data set repeats fewer by chance, a sampler a few in its last batch
 
 
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """Prepared embeddings of this rank, and the names of the batch's rows that they are made of."""
+class Candidates(NamedTuple):
+    """Prepared embeddings of this rank, their split over ranks, and a function that returns shared ones of all ranks."""
 
     local: Tensor
-    batch: Batch
-    names: Sequence[str]
-    normalize: bool
-
-    @property
-    def shards(self) -> Shards:
-        """The split over ranks of embeddings [n, d] of these names."""
-        return functools.reduce(Shards.plus, (self.batch.shards[name] for name in self.names))
-
-    def gathered(self) -> Tensor | None:
-        """Return those of all ranks if losses of a sum share them."""
-        return self.batch.gather_shared(*self.names, normalize=self.normalize)
+    shards: Shards
+    gathered: Callable[[], Tensor | None]
 
 
 def is_embedding(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.engine.precision import inverse_norms
+from contrastive_zoo.engine.precision import MIN_NORM
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.transport import exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.ranks.world import Shards, World
@@ -222,7 +222,8 @@ class Sweep:
         return rows if self.factors is None else self.factors[0].detach().to(rows.dtype)
 
     def operand(self, rows: Tensor) -> Any:
-        return Operand(rows, inverse_norms(rows) if self.normalizes else None)
+        norms = torch.linalg.vector_norm(rows, dim=1).clamp_(min=MIN_NORM) if self.normalizes else None
+        return Operand(rows, None if norms is None else norms.reciprocal_())
 
     def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the factors of other ranks' columns here, unless an earlier exchange has gathered them."""

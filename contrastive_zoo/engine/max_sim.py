@@ -24,7 +24,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
 from contrastive_zoo.engine.masked import masked_indices, tie_width
 from contrastive_zoo.engine.pairwise import first_of_equals
-from contrastive_zoo.engine.precision import matmul, matmul_rounding, without_autocast
+from contrastive_zoo.engine.precision import concatenated, matmul, matmul_rounding, without_autocast
 from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
@@ -80,8 +80,7 @@ def late_interaction_scores(batch: Batch, *, normalize: bool, top_k: int | None 
         others = [replace(x, gathered=x.gather(batch.world)) for x in others]
         tokens = torch.cat([batch.prepared(x.gathered, normalize=normalize) for x in others if x.gathered is not None])
         floor = _kth_largest(queries.tokens.detach(), tokens, top_k)
-    parts = [_max_sim_scores(batch, queries, x, floor, unit_norm=normalize) for x in others]
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    return concatenated(*(_max_sim_scores(batch, queries, x, floor, unit_norm=normalize) for x in others), dim=1)
 
 
 @torch.no_grad()
@@ -120,8 +119,7 @@ def _max_sim_scores(
         row_shards=queries.token_shards, column_shards=documents.token_shards, world=batch.world, factors=factors,
         unit_norm=unit_norm, floor=floor,
     )  # fmt: skip
-    scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens, documents.gathered)
-    return scores
+    return _MaxSim.apply(sweep, queries.tokens, documents.tokens, documents.gathered)
 
 
 class _MaxSim(Function):
@@ -195,8 +193,8 @@ class MaxSimSweep(Sweep):
 
     def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of a rank's documents: their columns of the scores, and which of the rank's tokens they have."""
-        elements = tiling.tile_bytes(on_cpu=queries.is_cpu) // queries.dtype.itemsize
-        sizes = tiling.tile_shape(queries)[1], max(1, elements // max(1, len(queries)))
+        height, width = tiling.tile_size(queries.dtype.itemsize, on_cpu=queries.is_cpu)
+        sizes = width, max(1, height * width // max(1, len(queries)))
         for sets, index in padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes):
             yield columns.start + sets, index
 

@@ -40,7 +40,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 @without_autocast
 def concatenated(*tensors: Tensor, dim: int = 0) -> Tensor:
     """Return ``torch.cat(tensors, dim)``, which autocast to bfloat16 refuses of float16, and the reverse."""
-    return torch.cat(tensors, dim)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def is_16_bit(dtype: torch.dtype | None) -> bool:
@@ -109,27 +109,11 @@ class _Matmul(Function):
 MIN_NORM = 1e-12  # rows with a smaller norm are divided by this number, as torch.nn.functional.normalize does
 
 
-def inverse_norms(x: Tensor) -> Tensor:
-    """Return by what embeddings, in at least float32, are multiplied to have unit length, [n]."""
-    return torch.linalg.vector_norm(x, dim=-1).clamp_(min=MIN_NORM).reciprocal_()
-
-
 def unit_rows(x: Tensor) -> Tensor:
     """Return ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero."""
     if is_dense() or x.numel() <= SMALL_ELEMENTS:
         return torch.nn.functional.normalize(x, dim=-1)
     return _UnitRows.apply(x)
-
-
-def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
-    wide = at_least_float32(rows)
-    return unit_rows(wide) if normalize else wide
-
-
-def joined(*rows: Tensor, normalize: bool | None) -> Tensor:
-    """Return rows of equal length, prepared unless ``normalize`` is None, and concatenated."""
-    parts = rows if normalize is None else [prepared(x, normalize=normalize) for x in rows]
-    return parts[0] if len(parts) == 1 else concatenated(*parts)
 
 
 SMALL_ELEMENTS = 2**16  # elements up to which autograd is quicker than passes chunk by chunk

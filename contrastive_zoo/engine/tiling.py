@@ -22,7 +22,7 @@ TILE_BYTES = 4 * 2**20  # and of a tile, so that it stays in a CPU's cache; a GP
 
 def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iterator[tuple[slice, slice]]:
     """Yield the tiles of a matrix strip by strip; with ``upper`` those above the diagonal, and square ones on it."""
-    height, width = tile_shape(like)
+    height, width = tile_size(like.dtype.itemsize, on_cpu=like.is_cpu)
     for top in range(0, rows, height):
         strip, left = slice(top, min(rows, top + height)), 0
         if upper:
@@ -32,12 +32,8 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
             yield strip, slice(start, min(columns, start + width))
 
 
-def tile_shape(like: Tensor) -> tuple[int, int]:
-    """Return height and width of a tile: powers of two, the width two or four times the height."""
-    return tile_size(like.dtype.itemsize, on_cpu=like.device.type == "cpu")
-
-
 def tile_size(itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
+    """Return height and width of a tile: powers of two, the width two or four times the height."""
     elements = tile_bytes(on_cpu=on_cpu) // itemsize
     height = 2 ** max(0, int(math.log2(max(1, elements // 2)) / 2))
     return height, max(1, elements // height)
@@ -45,7 +41,7 @@ def tile_size(itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
 
 def tile_scratch(rows: Tensor, columns: int) -> Tensor:
     """Return memory for one tile at a time of rows and so many columns."""
-    height, width = tile_shape(rows)
+    height, width = tile_size(rows.dtype.itemsize, on_cpu=rows.is_cpu)
     return rows.new_empty(min(height, len(rows)) * min(width, columns))
 
 
@@ -85,8 +81,7 @@ def by_blocks(
     """Return ``function(*rows, *others)``: at once if ``plain``; else so many rows at a time, again in the backward pass."""
     if plain or len(rows[0]) <= height:
         return function(*rows, *others)
-    result: Tensor = _ByBlocks.apply(function, height, len(rows), *rows, *others)
-    return result
+    return _ByBlocks.apply(function, height, len(rows), *rows, *others)
 
 
 class _ByBlocks(Function):
@@ -161,8 +156,7 @@ def memory_budget(size: int) -> Iterator[None]:
         _budget.reset(token)
 
 
-def budget() -> int:
-    return _budget.get()
+budget: Callable[[], int] = _budget.get
 
 
 def keep_freed_memory(size: int = 300_000_000) -> bool:
