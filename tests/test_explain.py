@@ -270,7 +270,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "every all-reduce is a ring": ("sum", lambda real, self, name, size, **how: self.send(name, 2 * size, **how)),
     "a gather a member": ("gather_once", lambda real, self, *args: (self.gathered.clear(), real(self, *args))),
     "gradients by all": ("give_back", lambda real, self, name, of, row, **how: real(self, name, of, 2 * row, **how)),
-    "no bounds": ("bounds", lambda real, self, *args, **how: ()),
+    "no bounds": ("bound", lambda real, self, *args, **how: None),
     "candidates come once": ("bring", lambda real, self, *args, **how: how.get("backward") or real(self, *args, **how)),
 }  # fmt: skip
 

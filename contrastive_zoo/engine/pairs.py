@@ -277,13 +277,9 @@ class LabelledPairs(_Pairs):
         """The anchors, sample by sample, which are candidates, too."""
         return self.batch.candidates(next(iter(self.batch.rows)), normalize=self.normalize)
 
-    @property
-    def embeddings(self) -> Float[Tensor, "a d"]:
-        return self.candidates.local
-
     def sums(self) -> tuple[Float[Tensor, " a"], Float[Tensor, " a"], Int[Tensor, " a"]]:
         """Return log-sum-exps of all others but an anchor's only positive, means of positives' logits, and their numbers."""
-        batch, z, shards = self.batch, self.embeddings, self.batch.samples.times(self.views)
+        batch, z, shards = self.batch, self.candidates.local, self.batch.samples.times(self.views)
         all_ids = batch.gather_detached(self.ids, shards)
         if self.views == 1:
             batch.note_labels(all_ids)

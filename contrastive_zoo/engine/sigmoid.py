@@ -8,7 +8,7 @@ With A the anchors and B the candidates of all ranks, z_ij = 1 for i = j and −
 The gradient of a pair depends on no other pair, so one sweep computes the loss and all gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Reduction
-from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep, lengths
+from contrastive_zoo.engine.exchange import GatherExchange, Operand, RankBlock, Ring, Sweep, lengths
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding, sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import tile_of, tile_scratch, tiles
@@ -111,7 +111,6 @@ class _Sweep(Sweep):
         gathered: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
-        dcandidates = torch.zeros_like(candidates) if learns else candidates[:0]
         left, exchange = self.row_factors(anchors), self.exchange(candidates, gathered)
         with matmul_rounding(self.dtype, anchors.device.type):
             block: Any
@@ -120,10 +119,11 @@ class _Sweep(Sweep):
 
                 min_norm = MIN_NORM if self.normalizes else None
                 block = KernelBlock(left, scale, bias, learns, min_norm, self.dtype or left.dtype)
-                parts = parts_of_kernels(block, exchange, dcandidates)
             else:
                 block = _Block(self.operand(left), max(self.column_shards.sizes), scale, bias, learns, weights)
-                parts = self._parts(block, exchange, dcandidates)
+            parts = self._parts(block, exchange)
+            # a kernel's are a view of those of all ranks, which would be kept until the backward pass
+            dcandidates = next(parts).clone() if self.on_kernel else next(parts)
             self.complete(exchange, dcandidates if learns else None, parts)
         danchors = block.danchors
         if self.on_kernel:  # kernels would round the weights of positives, the largest, to 16 bits
@@ -144,25 +144,16 @@ class _Sweep(Sweep):
         dscale, dbias = sum_over_ranks(sums, gradient="partial", world=self.world).unbind()
         return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
 
-    def _parts(self, block: "_Block", exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
-        """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
-        for index, columns in enumerate(exchange):
-            total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)
-            block.add(self.operand(columns), total, local=index == 0)
-            if index > 0:
-                yield total
-
-
-def parts_of_kernels(block: Any, exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
-    """Add all pairs to a ``KernelBlock``; yield and add gradients as :meth:`_Sweep._parts`."""
-    for blocks_here, candidates in exchange.windows(lambda x: x.to(block.dtype)):
-        local, (first, *others) = blocks_here[0] is exchange.blocks[0], lengths(blocks_here)
-        total = block.add(candidates, local=local)
-        if block.learns and local:
-            dlocal += total[:first]
-            yield from total[first:].split(others)
-        elif block.learns:
-            yield total
+    def _parts(self, block: Any, exchange: GatherExchange | Ring) -> Iterator[Tensor]:
+        """Add all pairs to the block; yield the gradients with respect to candidates, of the local ones first."""
+        windows: Iterable[tuple[Sequence[RankBlock], Any]]
+        if self.on_kernel:
+            windows = exchange.windows(lambda x: x.to(block.dtype))
+        else:
+            windows = (([of], self.operand(x)) for of, x in zip(exchange.blocks, exchange, strict=True))
+        for index, (blocks_here, candidates) in enumerate(windows):
+            total = block.add(candidates, local=index == 0)
+            yield from total.split(lengths(blocks_here)) if block.learns else [total]
 
 
 @dataclass
@@ -184,9 +175,10 @@ class _Block:
         self.scaled = Operand(self.scale * rows, None) if inverse is None else Operand(rows, self.scale * inverse)
         self.scratch = [tile_scratch(rows, self.most_columns) for _ in range(2)]
 
-    def add(self, candidates: Operand, dcandidates: Tensor, *, local: bool) -> None:
-        """Add pairs with candidates; positives are local ones of the anchors' own index."""
+    def add(self, candidates: Operand, *, local: bool) -> Tensor:
+        """Add pairs with candidates, whose gradients it returns; positives are local ones of the anchors' own index."""
         rows = self.anchors.rows
+        dcandidates = torch.zeros_like(candidates.rows) if self.learns else candidates.rows[:0]
         for i, j in tiles(len(rows), len(candidates.rows), rows):
             x, other = (tile_of(scratch, i, j) for scratch in self.scratch)
             a, b, anchors = self.scaled[i], candidates[j], self.anchors[i]
@@ -206,3 +198,4 @@ class _Block:
             if anchors.inverse is not None:
                 g.mul_(anchors.inverse[:, None])
             dcandidates[j].addmm_(g.t(), anchors.rows)
+        return dcandidates

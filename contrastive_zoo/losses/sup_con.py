@@ -125,7 +125,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             return pairs.reduce_rows(self.block_loss(batch), self.reduction, mask=mask)
         others, mean, count = pairs.sums()
         losses = _rescaled(_losses(others, mean, count), batch.settings.temperature, batch.settings.base_temperature)
-        return batch.reduce(losses.to(pairs.embeddings.dtype), count > 0, reduction=self.reduction)
+        return batch.reduce(losses.to(pairs.candidates.local.dtype), count > 0, reduction=self.reduction)
 
     def ring_problem(self) -> str | None:
         return f"a ring {_BY_ROWS}" if self.variant == "in" else super().ring_problem()
