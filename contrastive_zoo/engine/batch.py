@@ -50,6 +50,10 @@ class SharedRows(NamedTuple):
     local: Tensor
     gathered: Callable[[], Tensor]
 
+    def prefix(self, local: Tensor) -> "SharedRows":
+        """Return the first features of these rows, of which the local ones are given."""
+        return SharedRows(local, lambda: self.gathered()[..., : local.shape[-1]])
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -137,14 +141,7 @@ class Batch:
     def prefix(self, width: int, whole: Collection[str]) -> "Batch":
         """Return the batch with the first features of each embedding only; ``whole`` are no embeddings."""
         rows = prefixes(self.rows, width, whole)
-
-        def gathered(whole: SharedRows) -> Tensor:
-            return whole.gathered()[..., :width]
-
-        shared = {
-            name: x if rows[name] is x.local else SharedRows(rows[name], functools.partial(gathered, x))
-            for name, x in self.shared_rows.items()
-        }
+        shared = {name: x if rows[name] is x.local else x.prefix(rows[name]) for name, x in self.shared_rows.items()}
         return replace(self, rows=rows, shared_rows=shared)
 
     def indices(self, name: str | None = None, *, times: int = 1) -> Tensor:

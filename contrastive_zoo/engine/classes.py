@@ -198,9 +198,8 @@ def class_shard(num_classes: int, world: World | None) -> slice:
     """Return the classes that this rank holds: all of them, or an even share in rank order."""
     if world is None:
         return slice(0, num_classes)
-    share, more = divmod(num_classes, world.size)
-    start = world.rank * share + min(world.rank, more)
-    return slice(start, start + share + (world.rank < more))
+    sizes = tuple(len(range(rank, num_classes, world.size)) for rank in range(world.size))
+    return Shards(sizes, world.rank).local
 
 
 def draw_weights(num_classes: int, *shape: int, local: slice) -> Float[Tensor, "..."]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.engine.precision import MIN_NORM
+from contrastive_zoo.engine.precision import MIN_NORM, concatenated
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.transport import exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.ranks.world import Shards, World
@@ -50,20 +50,13 @@ def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
 
 
 class GatherExchange:
-    """Gather the columns of all ranks in one message, which starts at once; return their gradients in one message."""
+    """Gather the columns of all ranks in one message, which has started; return their gradients in one message."""
 
     def __init__(
-        self,
-        columns: Tensor,
-        blocks: Sequence[RankBlock],
-        shards: Shards,
-        world: World,
-        sent: Tensor,
-        gathered: Tensor | None,
+        self, columns: Tensor, blocks: Sequence[RankBlock], shards: Shards, world: World, wait: Callable[[], Tensor]
     ) -> None:
-        self.columns, self.blocks, self.shards, self.world, self.gathered = columns, blocks, shards, world, gathered
-        if gathered is None:
-            self.wait = start_gather(sent, shards, world)
+        self.columns, self.blocks, self.shards, self.world, self.wait = columns, blocks, shards, world, wait
+        self.gathered: Tensor | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.columns
@@ -73,10 +66,9 @@ class GatherExchange:
         for block in self.blocks[1:]:
             yield by_rank[block.ahead][block.columns].to(self.columns.dtype)
 
-    def windows(self, prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
-        """Yield all blocks, and their columns as one matrix of what ``prepare`` makes of each."""
-        columns = [prepare(x) for x in self]
-        yield self.blocks, columns[0] if len(columns) == 1 else torch.cat(columns)
+    def windows(self, dtype: torch.dtype) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
+        """Yield all blocks, and their columns as one matrix of this dtype."""
+        yield self.blocks, concatenated(*(x.to(dtype) for x in self))
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
@@ -150,10 +142,10 @@ class Ring:
             visiting = arriving.wait().to(self.columns.dtype)
         yield visiting
 
-    def windows(self, prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
-        """Yield each block, and what ``prepare`` makes of its columns."""
+    def windows(self, dtype: torch.dtype) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
+        """Yield each block, and its columns in this dtype."""
         for block, columns in zip(self.blocks, self, strict=True):
-            yield [block], prepare(columns)
+            yield [block], columns.to(dtype)
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         arriving: list[tuple[Tensor, SendReceive]] = []  # what gradients are added to, and their transfer
@@ -232,7 +224,8 @@ class Sweep:
         columns = sent.to(columns.dtype)
         if isinstance(self.world, Session) and self.world.ring:
             return Ring(columns, blocks, self.world, sent)
-        return GatherExchange(columns, blocks, self.column_shards, self.world, sent, gathered)
+        wait = start_gather(sent, self.column_shards, self.world) if gathered is None else lambda x=gathered: x
+        return GatherExchange(columns, blocks, self.column_shards, self.world, wait)
 
     def complete(self, exchange: GatherExchange | Ring, total: Tensor | None, parts: Iterable[Tensor]) -> None:
         """Compute ``parts``, the gradients of other ranks' columns, and send them if those of the local ones are wanted."""

@@ -43,12 +43,7 @@ class TokenSets:
     token_shards: Shards
     read: Sequence[int]  # the lengths on the host
     factors: Tensor | None = None  # of an input of 16 bits, what is sent and multiplied in place of tokens
-    gathered: Tensor | None = None  # what is sent, of all ranks, if losses of a sum share it
-
-    def gather(self, world: World) -> Tensor:
-        """Return what is sent, of all ranks."""
-        sent = self.tokens if self.factors is None else self.factors
-        return gather_rows(sent.detach(), self.token_shards, world) if self.gathered is None else self.gathered
+    gathered: Tensor | None = None  # what is sent, of all ranks, if losses of a sum share it or ``top_k`` needs it
 
     def all_lengths(self, world: World) -> tuple[Tensor, Sequence[int]]:
         """Return the numbers of tokens of the sets of all ranks, and the same on the host, which waits for no device."""
@@ -72,12 +67,13 @@ def late_interaction_scores(batch: Batch, *, normalize: bool, top_k: int | None 
         gathered = None
         if sets:  # queries stay on their rank
             gathered = batch.gather_shared(f"tokens of {name}", normalize=normalize if factors is None else None)
+            if gathered is None and top_k is not None:
+                gathered = gather_rows((prepared if factors is None else factors[0]).detach(), shards, batch.world)
         of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0], gathered
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets[0], *map(_with_first_of_equals, sets[1:])
     floor = None  # of each query token, the least similarity that counts
     if top_k is not None:
-        others = [replace(x, gathered=x.gather(batch.world)) for x in others]
         tokens = torch.cat([batch.prepared(x.gathered, normalize=normalize) for x in others if x.gathered is not None])
         floor = _kth_largest(queries.tokens.detach(), tokens, top_k)
     return concatenated(*(_max_sim_scores(batch, queries, x, floor, unit_norm=normalize) for x in others), dim=1)
@@ -111,9 +107,8 @@ def _max_sim_scores(
         products = matmul(queries.tokens, tokens.T)
         best = [x.max(1).values for x in products.split([*read], 1)]
         return _scores_of(torch.stack(best, 1) if best else products, queries.lengths, floor)[0]
-    factors = None
-    if queries.factors is not None and documents.factors is not None:
-        factors = queries.factors, documents.factors
+    either, other = queries.factors, documents.factors
+    factors = None if either is None or other is None else (either, other)
     sweep = MaxSimSweep(
         query_lengths=queries.lengths, document_lengths=lengths, read_lengths=read, document_shards=documents.shards,
         row_shards=queries.token_shards, column_shards=documents.token_shards, world=batch.world, factors=factors,

@@ -35,13 +35,13 @@ def sum_over_sigmoid_pairs(
     *,
     scale: float | Tensor,
     bias: float | Tensor,
-    unit_norm: bool = False,
-    factors: Sequence[Tensor] | None = None,
-    reduction: Reduction = "mean",
+    unit_norm: bool,
+    factors: Sequence[Tensor] | None,
+    reduction: Reduction,
     shards: Shards,
     world: World,
     arithmetic: Arithmetic,
-    gathered: Tensor | None = None,
+    gathered: Tensor | None,
 ) -> Float[Tensor, "..."]:
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
@@ -148,7 +148,7 @@ class _Sweep(Sweep):
         """Add all pairs to the block; yield the gradients with respect to candidates, of the local ones first."""
         windows: Iterable[tuple[Sequence[RankBlock], Any]]
         if self.on_kernel:
-            windows = exchange.windows(lambda x: x.to(block.dtype))
+            windows = exchange.windows(block.dtype)
         else:
             windows = (([of], self.operand(x)) for of, x in zip(exchange.blocks, exchange, strict=True))
         for index, (blocks_here, candidates) in enumerate(windows):

@@ -61,8 +61,8 @@ def log_sum_exps(
         kind = KernelSweep
     sweep = kind(
         row_shards=row_shards, column_shards=column_shards or row_shards, world=world, unit_norm=unit_norm,
-        learnable_scale=isinstance(scale, Tensor), factors=None if factors is None else (factors[0], factors[-1]),
-        partners=partners, one_tower=columns is None, columnwise=columnwise, excluded=excluded,
+        factors=None if factors is None else (factors[0], factors[-1]), partners=partners, one_tower=columns is None,
+        columnwise=columnwise, excluded=excluded,
     )  # fmt: skip
     columns = rows if columns is None else columns
     if arithmetic == "plain":
@@ -112,7 +112,7 @@ class _LogSumExp(Function):
             ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
             with matmul_rounding(sweep.dtype, rows.device.type):
                 r, c, tiles = sweep.sums(Pass(ctx.arithmetic, rows, exchange, ctx.scale), ctx.cached)
-            if largest is not None and not sweep.lost_precision(r, c, largest):
+            if largest is not None and not sweep.lost_precision(r, c, largest, scale):
                 break
         ctx.products = sweep.partners.products(*inputs)
         ctx.save_for_backward(*inputs, scale if isinstance(scale, Tensor) else None, r, c, exchange.gathered, *tiles)

@@ -62,7 +62,7 @@ class KernelSweep(SoftmaxSweep):
         arithmetic, rows, exchange, scale = arguments
         a, factor = self.operand(rows), as_scalar(scale, rows)
         total, parts = arithmetic.empty(len(rows), rows), []
-        for blocks_here, columns in exchange.windows(self._narrow):
+        for blocks_here, columns in exchange.windows(self.dtype or rows.dtype):
             column_total = arithmetic.empty(len(columns), rows)
             if len(rows) and len(columns):
                 pairs = self._pairs(a, columns, blocks_here, factor, self.columnwise)
@@ -93,7 +93,7 @@ class KernelSweep(SoftmaxSweep):
         restored, total = unit if isinstance(scale, Tensor) else unit * scale, torch.zeros_like(products)
         # a ring adds other ranks' gradients of the local rows to ``drows`` in the meantime
         a, of_rows = self.operand(rows), torch.zeros_like(rows) if dcolumns is drows else drows.zero_()
-        for blocks_here, columns in exchange.windows(self._narrow):
+        for blocks_here, columns in exchange.windows(self.dtype or rows.dtype):
             pairs, parts = self._pairs(a, columns, blocks_here, factor, symmetric), lengths(blocks_here)
             of_window = torch.cat([by_rank[x.ahead][:, x.columns] for x in blocks_here], 1)
             first = parts.pop(0) if pairs.one_tower else 0  # of columns that are the rows, gradients are in ``of_rows``
@@ -157,8 +157,5 @@ class KernelSweep(SoftmaxSweep):
             start += length
         return columns.int()
 
-    def _narrow(self, rows: Tensor) -> Tensor:
-        return rows.to(self.dtype or rows.dtype)
-
     def operand(self, rows: Tensor) -> Operand:
-        return Operand.of(self._narrow(rows), min_norm=MIN_NORM if self.normalizes else None)
+        return Operand.of(rows.to(self.dtype or rows.dtype), min_norm=MIN_NORM if self.normalizes else None)

@@ -72,7 +72,6 @@ class SoftmaxSweep(Sweep):
 
     exact_sums: ClassVar[Any] = ExactSums()  # the arithmetic of logits without a bound
 
-    learnable_scale: bool  # whether the scale is a tensor; its value may then differ between ranks by rounding
     partners: Partners  # the columns that are left out of a row's sum, and whose logits are returned
     columnwise: bool = True
     excluded: Tensor | None = None
@@ -90,10 +89,10 @@ class SoftmaxSweep(Sweep):
         norms = [torch.linalg.vector_norm(x, dim=1).max() if len(x) else x.new_zeros(()) for x in (rows, columns)]
         return scale * reduced_everywhere(torch.stack(norms), "max", self.world).prod().item()
 
-    def lost_precision(self, r: Tensor, c: Tensor | None, largest: float) -> bool:
+    def lost_precision(self, r: Tensor, c: Tensor | None, largest: float, scale: float | Tensor) -> bool:
         """Return whether a sum of shifted exponentials is so small that its terms may have underflowed, on any rank."""
         window = shift_window(r.dtype)[0]
-        if self.unit_norm and not self.learnable_scale and largest <= window:
+        if self.unit_norm and largest <= window and not isinstance(scale, Tensor):  # which ranks may round differently
             return False
         lowest = min(x.min().item() if len(x) else math.inf for x in (r, r if c is None else c))
         precise = r.new_tensor(lowest >= math.exp(-window), dtype=torch.float32)

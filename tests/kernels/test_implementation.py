@@ -299,8 +299,8 @@ def test_no_more_launches_on_more_ranks(make: Callable[[], Any], launches: Any) 
 
 
 def test_launches_for_each_rank_would_be_counted(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_rank(self: GatherExchange, prepare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        return (([block], prepare(x)) for block, x in zip(self.blocks, self, strict=True))
+    def by_rank(self: GatherExchange, dtype: torch.dtype) -> Any:
+        return (([block], x.to(dtype)) for block, x in zip(self.blocks, self, strict=True))
 
     monkeypatch.setattr(GatherExchange, "windows", by_rank)
     assert most(cz.Clip, launches, 8) > 5 * MOST
