@@ -255,7 +255,7 @@ _LEAST_IDS = 8  # of a rank: a small data set repeats fewer by chance, a sampler
 
 
 class Candidates(NamedTuple):
-    """Prepared embeddings of this rank, their split over ranks, and a function that returns shared ones of all ranks."""
+    """Prepared embeddings of this rank, their split over ranks, and what returns shared ones of all ranks."""
 
     local: Tensor
     shards: Shards

@@ -280,7 +280,7 @@ class Classes(NamedTuple):
 
     def note(self, to: Ledger) -> None:
         of, shards = to.prepare(self.rows), to.rows["class weights"].shards if "class weights" in to.rows else None
-        centers = self.each * (self.classes if self.drawn is None else self._bound(self.drawn, to))
+        centers = self.each * (self.classes if self.drawn is None else self._most_drawn(self.drawn, to))
         anchors, total = of.anchors, of.candidates.total
         if shards is None:
             to.sum("gradient of a parameter", centers * of.row, backward=True)
@@ -307,7 +307,7 @@ class Classes(NamedTuple):
         held = 2 * rows + (self.matrices - kept) * matrix
         to.hold(of_all + 2 * weights + kept * matrix, backward=2 * weights + max(of_all, held))
 
-    def _bound(self, drawn: int, to: Ledger) -> int:
+    def _most_drawn(self, drawn: int, to: Ledger) -> int:
         labels, bound = to.rows["labels"], max(drawn, min(self.classes, to.rows["labels"].shards.total))
         to.assumed[f"{'at most ' if bound > drawn else ''}{bound:,} of {self.classes:,} classes are drawn"] = None
         to.gather_once("gather of labels", "labels", labels.bytes)

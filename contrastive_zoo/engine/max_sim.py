@@ -107,8 +107,8 @@ def _max_sim_scores(
         products = matmul(queries.tokens, tokens.T)
         best = [x.max(1).values for x in products.split([*read], 1)]
         return _scores_of(torch.stack(best, 1) if best else products, queries.lengths, floor)[0]
-    either, other = queries.factors, documents.factors
-    factors = None if either is None or other is None else (either, other)
+    of_queries, of_documents = queries.factors, documents.factors
+    factors = None if of_queries is None or of_documents is None else (of_queries, of_documents)
     sweep = MaxSimSweep(
         query_lengths=queries.lengths, document_lengths=lengths, read_lengths=read, document_shards=documents.shards,
         row_shards=queries.token_shards, column_shards=documents.token_shards, world=batch.world, factors=factors,

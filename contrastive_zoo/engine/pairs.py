@@ -227,8 +227,8 @@ class TowerPairs(_Pairs):
             loss = BlockLoss(_sigmoid, temperature=self.temperature, bias=bias)
             return reduce_rows(
                 batch, loss, x, batch.indices() if ids is None else ids.long(), candidates=y,
-                candidate_ids=None if key_ids is None else key_ids.long(), candidate_shards=batch.shards[self._names[1]],
-                reduction=reduction,
+                candidate_ids=None if key_ids is None else key_ids.long(),
+                candidate_shards=batch.shards[self._names[1]], reduction=reduction,
             )  # fmt: skip
         return sum_over_sigmoid_pairs(
             x, y, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,

@@ -147,7 +147,7 @@ def choose(caller: str, needs: Needs, situation: Situation) -> Plan:
 
 
 def _with_arithmetic(caller: str, needs: Needs, situation: Situation, plan: Plan) -> Plan:
-    """Return the plan with its arithmetic and with the plans of a sum's members, whose embeddings move with the sum's."""
+    """Return the plan with its arithmetic and the plans of a sum's members, whose embeddings move with the sum's."""
     arithmetic, why, warning = _arithmetic(caller, needs, situation, plan.work)
     members = tuple(_with_arithmetic(caller, of, situation, plan) for of in needs.members)
     return plan._replace(arithmetic=arithmetic, because=(*plan.because[:2], why), members=members, warning=warning)

@@ -162,9 +162,9 @@ class SoftmaxSweep(Sweep):
         self, arguments: Pass, row_statistics: Tensor, column_statistics: Tensor | None,
         drows: Tensor, dcolumns: Tensor | None, products: Tensor, stored: Sequence[Tensor | None],
     ) -> Iterator[Tensor]:  # fmt: skip
-        """Write G B and Gᵀ A of the local columns, and add Σ G_ij a_i·b_j if the sweep sums it itself; yield other Gᵀ A.
+        """Write G B and the local Gᵀ A, and add Σ G_ij a_i·b_j if the sweep sums it itself; yield the other Gᵀ A.
 
-        The caller multiplies these by a scale that is a tensor. Statistics are sums and the gradients of their logarithms.
+        The caller multiplies these by a scale that is a tensor. Statistics are sums and gradients of their logarithms.
         """
         arithmetic, rows, _, scale = arguments
         alpha = 1.0 if isinstance(scale, Tensor) else scale
