@@ -156,7 +156,8 @@ def memory_budget(size: int) -> Iterator[None]:
         _budget.reset(token)
 
 
-budget: Callable[[], int] = _budget.get
+def budget() -> int:
+    return _budget.get()
 
 
 def keep_freed_memory(size: int = 300_000_000) -> bool:
