@@ -22,7 +22,7 @@ from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, word_problem
-from contrastive_zoo.ranks.session import Session, agree, agree_on_shards, refuse
+from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, join_problem
@@ -281,11 +281,11 @@ def _gathered(
     if z.ndim == 3:
         # the sum has NaN where any token has; an empty tensor of as many rows tells the number of tokens
         stated = {"token_embeddings": z.sum(1), "tokens": z.new_empty(z.shape[1], 0)}
-        shards, tokens = agree_on_shards(name, stated, world=world, problem=problem)
+        shards, tokens = agree(name, stated, world=world, problem=problem).shards
         missing = max(tokens.sizes) - z.shape[1]
         local = {key: F.pad(x, [0] * 2 * (x.ndim - 2) + [0, missing]) for key, x in local.items()}
     else:
-        (shards,) = agree_on_shards(name, {"sentence_embedding": z}, world=world, problem=problem)
+        (shards,) = agree(name, {"sentence_embedding": z}, world=world, problem=problem).shards
     refuse_empty(name, shards)
     gather = partial(all_gather, gradient="complete", shards=shards, process_group=world)
     scaled = {key: scale_gradient(x, world.size) if x.is_floating_point() else x for key, x in local.items()}

@@ -19,7 +19,7 @@ from contrastive_zoo.metrics.search import repeated_problem, rows_problem, setti
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem, word_problem
-from contrastive_zoo.ranks.session import Session, agree_on_shards
+from contrastive_zoo.ranks.session import Session, agree
 from contrastive_zoo.ranks.world import Processes, World
 
 QUERIES_OF_A_STEP = 16384  # queries of a rank whose candidates are held at once
@@ -203,7 +203,7 @@ class Mining:
         of_this_rank = {*_ROWS, "process_group"}
         settings = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in of_this_rank}
         stated: Any = {"problem": self.problem, "settings": settings, "distinct": self.corpus}
-        shards = agree_on_shards(_NAME, {name: getattr(self, name) for name in _ROWS}, world=session, **stated)
+        shards = agree(_NAME, {name: getattr(self, name) for name in _ROWS}, world=session, **stated).shards
         queries, self.shards = shards[:2]  # of the queries, and of the corpus
         with reported(self.world), torch.device("cpu"):
             # with a second dimension, on the CPU
@@ -214,7 +214,7 @@ class Mining:
             elif outside.any():
                 first = positives[outside][0].item()
                 problem = f"positives are indices into the {self.shards.total} rows of the corpus, or -1, got {first}."
-            agree_on_shards(_NAME, {}, world=self.world, problem=problem)
+            agree(_NAME, {}, world=self.world, problem=problem)
             steps = range(0, max(1, *queries.sizes), QUERIES_OF_A_STEP)  # on every rank, with queries or without
             parts = [slice(*(min(queries.size, x + more) for more in (0, QUERIES_OF_A_STEP))) for x in steps]
             blocks = [self._mined(part, positives[part], queries.start) for part in parts]

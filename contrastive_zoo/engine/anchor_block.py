@@ -16,7 +16,7 @@ from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.pairwise import first_of_equals, share_across_blocks, with_equal_columns
 from contrastive_zoo.engine.tiling import USUAL_MATRICES, budget
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.adjoints import all_reduced
 from contrastive_zoo.ranks.compiling import inner_graph
 from contrastive_zoo.ranks.transport import reduce_scatter_rows
 from contrastive_zoo.ranks.world import Shards, World
@@ -220,5 +220,5 @@ class RowwiseSweep:
                 for total, part in zip(dlearnable, by_learnable, strict=True):
                     total += part
         dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
-        dlearnable = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dlearnable]
+        dlearnable = [all_reduced(x, "sum", "partial", self.layout.world) for x in dlearnable]
         return [losses, counts, danchors, dcandidates, *dlearnable]

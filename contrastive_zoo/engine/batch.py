@@ -13,8 +13,8 @@ from torch import Tensor
 
 from contrastive_zoo.engine.plan import ALONE, Plan
 from contrastive_zoo.engine.precision import at_least_float32, concatenated, is_16_bit, matmul, sum_dtype, unit_rows
-from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
-from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
+from contrastive_zoo.ranks.adjoints import Gradient, all_reduced, scale_gradient
+from contrastive_zoo.ranks.collectives import all_gather, replicated
 from contrastive_zoo.ranks.devices import ValueCheck
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.session import Session
@@ -192,7 +192,7 @@ class Batch:
 
     def sum(self, x: Tensor, *, gradient: Gradient) -> Tensor:
         """Return the sum of ``x`` over ranks: ``"complete"`` if all of them compute the same from it, else ``"partial"``."""
-        return sum_over_ranks(x, gradient=gradient, world=self.world)
+        return all_reduced(x, "sum", gradient, self.world)
 
     def maximum(self, x: Tensor) -> Tensor:
         """Return the largest ``x`` of all ranks, element by element, without gradient."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from contrastive_zoo.engine.ledger import FLOAT, SUM, Cost, Ledger, Message, Names, Number, Stored
 from contrastive_zoo.engine.plan import Plan, Situation
 from contrastive_zoo.engine.tiling import BLOCK_BYTES, USUAL_MATRICES, block_height, budget, tile_bytes, tile_size
-from contrastive_zoo.ranks.randomness import state_bytes
+from contrastive_zoo.ranks.randomness import random_states
 from contrastive_zoo.ranks.world import HEADER_BYTES
 
 
@@ -340,7 +340,8 @@ class UserCode(NamedTuple):
         if to.plan.work == "all on every rank":
             rank, others = next(iter(to.rows.values())).shards.rank, to.situation.world_size - 1
             copies = 0 if rank else others.bit_length()  # along a tree
-            to.sent.append(Message("random numbers of rank 0", copies * state_bytes()))
+            state_bytes = sum(state.nbytes for state in random_states())
+            to.sent.append(Message("random numbers of rank 0", copies * state_bytes))
             if self.has_state:
                 to.sent.append(Message("whether the loss failed", others * SUM))
 

@@ -20,7 +20,8 @@ from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import budget, memory_budget
-from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
+from contrastive_zoo.ranks.adjoints import all_reduced
+from contrastive_zoo.ranks.collectives import all_gather, replicated
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.randomness import StateWatch, one_stream
 from contrastive_zoo.ranks.session import Session
@@ -162,7 +163,7 @@ class _SumOverAnchors(Function):
             losses = sweep.losses()[0].sum(1)
             if watch is not None:
                 changed = torch.tensor(float(watch.has_changed()))
-                if sum_over_ranks(changed, gradient="complete", world=layout.world) > 0:
+                if all_reduced(changed, "sum", "complete", layout.world) > 0:
                     raise ValueError(_STATEFUL_WITHOUT_REDUCTION)
             return losses
         if call.learns and any(ctx.needs_input_grad) and (loss.terms == 1 or call.reduction == "sum"):
@@ -174,7 +175,7 @@ class _SumOverAnchors(Function):
         sums = [x.sum(0, dtype=sum_dtype(x)) for x in (losses, counts)]
         if watch is not None:
             sums.append(torch.full_like(sums[0], watch.has_changed()))
-        totals = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world)
+        totals = all_reduced(torch.stack(sums), "sum", "complete", layout.world)
         total, count, *changes = totals.unbind()
         if watch is not None:  # all ranks see the same sum
             watch.found_on_any_rank = any(bool(x.any()) for x in changes)

@@ -21,7 +21,7 @@ from contrastive_zoo.engine.exchange import GatherExchange, Operand, RankBlock, 
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding, sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import tile_of, tile_scratch, tiles
-from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.adjoints import all_reduced
 from contrastive_zoo.ranks.compat import softplus
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.world import Shards, World
@@ -75,7 +75,7 @@ class _SigmoidPairs(Function):
         ctx.save_for_backward(anchors, candidates, scale, bias, *gradients)
         if sweep.reduction == "none":
             return losses
-        total = sum_over_ranks(losses.sum(dtype=sum_dtype(losses)), gradient="complete", world=sweep.world)
+        total = all_reduced(losses.sum(dtype=sum_dtype(losses)), "sum", "complete", sweep.world)
         ctx.count = max(1, sweep.row_shards.total) if sweep.reduction == "mean" else 1
         return (total / ctx.count).to(anchors.dtype)
 
@@ -141,7 +141,7 @@ class _Sweep(Sweep):
             return block.losses, []
         products = block.products if self.on_kernel else torch.dot(anchors.flatten(), danchors.flatten())
         sums = torch.stack([products, block.dbias])
-        dscale, dbias = sum_over_ranks(sums, gradient="partial", world=self.world).unbind()
+        dscale, dbias = all_reduced(sums, "sum", "partial", self.world).unbind()
         return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
 
     def _parts(self, block: Any, exchange: GatherExchange | Ring) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from contrastive_zoo.loss_base.state import Stateful, computed_again_problem, mo
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import is_fsdp, is_in_fsdp, values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
-from contrastive_zoo.ranks.session import agree_on_shards, refuse
+from contrastive_zoo.ranks.session import agree, refuse
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
@@ -139,7 +139,7 @@ class MemoryQueue(Settings, Stateful):
         arguments = {"rows": rows, "labels": labels, "enqueue_mask": enqueue_mask}
         present = {name: x for name, x in arguments.items() if x is not None}
         problem, state = self.problem(rows, labels, enqueue_mask), self.compared_state()
-        (shards, *_) = agree_on_shards("MemoryQueue", present, world=world, problem=problem, settings=state)
+        (shards, *_) = agree("MemoryQueue", present, world=world, problem=problem, settings=state).shards
         return self.write(rows, labels, enqueue_mask, shards, world)[shards.local]
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from contrastive_zoo.engine.precision import in_float64, without_autocast
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.metrics.exact import norms, scores_of
 from contrastive_zoo.metrics.rounds import rounds
-from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.adjoints import all_reduced
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -193,7 +193,7 @@ def totals(samples: Samples, encoder: Tensor, temperature: float, world: World) 
     if world.size == 1:
         return local
     flat = torch.cat([x.flatten().to(world.device) for x in local.values()])
-    summed = sum_over_ranks(flat, gradient="complete", world=world).split([x.numel() for x in local.values()])
+    summed = all_reduced(flat, "sum", "complete", world).split([x.numel() for x in local.values()])
     return {name: x.view(part.shape) for (name, part), x in zip(local.items(), summed, strict=True)}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_zoo.metrics.figures import Measurement, pair_sums, unit
 from contrastive_zoo.metrics.task import Evaluation
 from contrastive_zoo.ranks.row_checks import described, first_non_finite, is_integer
-from contrastive_zoo.ranks.session import agree_on_shards
+from contrastive_zoo.ranks.session import agree
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, World
 
@@ -68,7 +68,7 @@ def similarity_histogram(
         problem = f"bins is an integer, at least 1, got {described(bins)}."
     world = World.of(process_group)
     stated: Any = {"problem": problem, "settings": {"bins": bins, "among the queries": gallery is None}}
-    shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, distinct=inputs.rows, **stated)
+    shards = agree("similarity_histogram", inputs.tensors(), world=world, distinct=inputs.rows, **stated).shards
     of_rows = labels if gallery_labels is None else gallery_labels
     both = labels.to(queries.device), of_rows.to(inputs.rows.device)
     sums = pair_sums(

@@ -16,7 +16,7 @@ from contrastive_zoo.metrics.exact import TIE_BITS, norms, prepared, scores_of
 from contrastive_zoo.metrics.rounds import Round, local_positions, rounds
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
-from contrastive_zoo.ranks.session import agree_on_shards
+from contrastive_zoo.ranks.session import agree
 from contrastive_zoo.ranks.world import Processes, World
 
 _BLOCK_ELEMENTS = 2**24  # elements of the queries that faiss searches at once, 64 MiB in float32
@@ -231,7 +231,7 @@ def top_k(
     problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
     settings = {"k": k, "normalize": normalize, "leave one out": gallery is None}
     stated: Any = {"problem": problem, "settings": settings, "distinct": rows}
-    shards = agree_on_shards("top_k", arguments, world=world, **stated)
+    shards = agree("top_k", arguments, world=world, **stated).shards
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}. Lower k.")

@@ -15,7 +15,7 @@ from contrastive_zoo.metrics.rounds import Round, ask, local_positions
 from contrastive_zoo.metrics.search import overflow_problem, repeated_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_problem, word_problem
-from contrastive_zoo.ranks.session import agree_on_shards
+from contrastive_zoo.ranks.session import agree
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 _GRADES = 1e300  # the largest grade: a query has fewer than 1e8 judged items
@@ -273,7 +273,7 @@ def agreed_task(caller: str, evaluation: Evaluation, world: World) -> tuple[Side
     ids = evaluation.ids if evaluation.gallery is None else evaluation.gallery_ids  # tell which rows are repeated
     distinct = evaluation.rows if ids is None else None
     stated: Any = {"problem": evaluation.problem(), "settings": settings, "distinct": distinct}
-    shards = agree_on_shards(caller, evaluation.tensors(), world=world, **stated)
+    shards = agree(caller, evaluation.tensors(), world=world, **stated).shards
     totals = [split.total for split in shards[:2]]
     if evaluation.labels is None and evaluation.judgements is None and totals[0] != totals[1]:
         raise ValueError(

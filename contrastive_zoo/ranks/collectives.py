@@ -14,7 +14,7 @@ from contrastive_zoo.ranks.adjoints import Gradient
 from contrastive_zoo.ranks.compat import unseen
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
-from contrastive_zoo.ranks.session import Session, agree_on_shards
+from contrastive_zoo.ranks.session import Session, agree
 from contrastive_zoo.ranks.transport import SumOrMean
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
@@ -40,12 +40,7 @@ def _agree(
     unchecked = Session.of(world, check_finite=False)
     with unseen():
         rows = {} if problem is not None else {"x": x if by_row else x[None]}
-        return agree_on_shards(name, rows, world=unchecked, problem=problem, settings=settings)[0]
-
-
-def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
-    """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake."""
-    return adjoints.all_reduced(x, "sum", gradient, world)
+        return agree(name, rows, world=unchecked, problem=problem, settings=settings).shards[0]
 
 
 @uncompiled

@@ -31,7 +31,6 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
 
 @contextmanager
 def generators_kept(device: torch.device | None) -> Iterator[None]:
-    """Context manager: restores the generators."""
     states = random_states(device)
     try:
         yield
@@ -49,11 +48,6 @@ def draw_from_generators(objects: Iterable[object], device: torch.device | None)
             torch.rand((), generator=x, device=x.device)
         elif isinstance(x, random.Random | np.random.Generator | np.random.RandomState):
             x.random()
-
-
-def state_bytes() -> int:
-    """Return the bytes of the generators' states on the CPU."""
-    return sum(state.nbytes for state in random_states(None))
 
 
 class StateWatch:

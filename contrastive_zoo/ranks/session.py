@@ -13,7 +13,7 @@ from contrastive_zoo.ranks.differences import copies_difference
 from contrastive_zoo.ranks.fingerprint import equal_arguments, fingerprint
 from contrastive_zoo.ranks.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import World
 
 
 @dataclass
@@ -72,12 +72,7 @@ def agree(
     return agreed
 
 
-def agree_on_shards(caller: str, rows: Mapping[str, Tensor], *, world: World, **stated: Any) -> list[Shards]:
-    """Return how many rows each rank holds, after :func:`agree`, which takes the same arguments."""
-    return agree(caller, rows, world=world, **stated).shards
-
-
 def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
-    """Take part in the other ranks' :func:`agree_on_shards` with a problem, so that every rank raises it."""
-    agree_on_shards(caller, {}, world=world, problem=problem)
+    """Take part in the other ranks' :func:`agree` with a problem, so that every rank raises it."""
+    agree(caller, {}, world=world, problem=problem)
     raise AssertionError("unreachable")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.settings import Bounds
-from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.adjoints import all_reduced
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described
-from contrastive_zoo.ranks.session import agree_on_shards, refuse
+from contrastive_zoo.ranks.session import agree, refuse
 from contrastive_zoo.ranks.transport import reduced_everywhere
 from contrastive_zoo.ranks.world import Processes, World
 
@@ -46,12 +46,12 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         refuse("average_gradients", problem, world=world)
     named = {name: x for name, x in module.named_parameters() if x.requires_grad}
     parameters, kinds = list(named.values()), {name: described(x) for name, x in named.items()}
-    agree_on_shards("average_gradients", {}, world=world, settings=kinds)
+    agree("average_gradients", {}, world=world, settings=kinds)
     if world.size == 1 or not parameters:
         return
     with torch.no_grad():
         has = torch.tensor([x.grad is not None for x in parameters], dtype=torch.int32)
-        anywhere = sum_over_ranks(has.to(world.device), gradient="complete", world=world).tolist()
+        anywhere = all_reduced(has.to(world.device), "sum", "complete", world).tolist()
         for bucket in _buckets([x for x, ranks in zip(parameters, anywhere, strict=True) if ranks]):
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
             parts = reduced_everywhere(flat, "mean", world).split([p.numel() for p in bucket])

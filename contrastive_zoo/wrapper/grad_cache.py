@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import is_fsdp
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
-from contrastive_zoo.ranks.session import agree_on_shards
+from contrastive_zoo.ranks.session import agree
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.chunked_encoder import ChunkedEncoder, has_samples
@@ -122,7 +122,7 @@ class GradCache(nn.Module):
         together = torch.is_grad_enabled() or encoder.is_sharded
         world = World.of(process_group if together else World(), "GradCache")
         counts = {"chunks": torch.zeros(len(encoder.chunks))}
-        encoder.agree_on_passes(world, *agree_on_shards("GradCache", counts, world=world, problem=problem))
+        encoder.agree_on_passes(world, *agree("GradCache", counts, world=world, problem=problem).shards)
         return encoder.encode()
 
     def extra_repr(self) -> str:
