@@ -73,7 +73,7 @@ def sup_con_by_anchor(*rows: Tensor, temperature: float) -> Tensor:
     z, ids = F.normalize(torch.cat(rows), dim=1), torch.arange(len(rows[0])).repeat(len(rows))
     loss = cz.SupCon(temperature=temperature)
     rows = {"embeddings": z, "labels": ids}
-    batch = Batch(rows, dict.fromkeys(rows, Shards((len(z),))), loss.evaluated().values)
+    batch = Batch(rows, dict.fromkeys(rows, Shards((len(z),))), loss.evaluated()[0])
     return reduce_rows(batch, loss.block_loss(batch), z, ids)
 
 

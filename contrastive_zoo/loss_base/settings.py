@@ -44,20 +44,23 @@ class Bounds(NamedTuple):
             return None
         if isinstance(value, Tensor) and (problem := tensor_problem(name, value)) is not None:
             return problem
-        is_plain = isinstance(value, int) or (isinstance(value, (float, np.floating)) and not self.whole)
-        fits = not is_plain or _fits(value, positive=self.above == 0 and value > 0)
-        limits = "a float, or an integer up to 2**53" if isinstance(value, int) else _FLOAT32
-        expected = (self.rule or f"{name} must be {self._in_words()}") if fits else f"{name} must be {limits}"
+        expected = self.rule or f"{name} must be {self._in_words()}"
+        if isinstance(value, int) and abs(value) > 2**53:
+            expected = f"{name} must be a float, or an integer up to 2**53"
+        elif isinstance(value, (float, np.floating)) and not self.whole and self._is_beyond_float32(float(value)):
+            expected = f"{name} must be {_FLOAT32}"
         return f"{expected}, got {_shown(value)}. {self.fix}".rstrip()
 
-    def floats(self) -> tuple[float, float]:
-        """Return the range of floats that are right without a further check."""
-        if self.whole:
-            return math.inf, -math.inf
-        above = -math.inf if self.above is None else math.nextafter(self.above, math.inf)
-        below = math.inf if self.below is None else math.nextafter(self.below, -math.inf)
-        low, high = -_LARGEST if self.low is None else self.low, _LARGEST if self.high is None else self.high
-        return max(low, above, _SMALLEST if self.above == 0 else -_LARGEST), min(high, below, _LARGEST)
+    def _is_beyond_float32(self, x: float) -> bool:
+        return _LARGEST < abs(x) < math.inf or (self.above == 0 and 0 < x < _SMALLEST)
+
+    def ends(self) -> tuple[float, float]:
+        """Return the least and the largest number within the bounds; float32 holds both, and the inverse of the least."""
+        largest = _LARGEST if self.finite else math.inf
+        above = -largest if self.above is None else math.nextafter(self.above, math.inf)
+        below = largest if self.below is None else math.nextafter(self.below, -math.inf)
+        low, high = -largest if self.low is None else self.low, largest if self.high is None else self.high
+        return max(low, above, _SMALLEST if self.above == 0 else -largest), min(high, below)
 
     def hold(self, x: object) -> bool:
         """Return whether x is a number within the bounds: Python's, NumPy's, or that of a tensor. NaN never is.
@@ -74,18 +77,12 @@ class Bounds(NamedTuple):
         return not x.is_cpu or all(map(self._hold_for_number, _values(x)))
 
     def _hold_for_number(self, x: Any) -> bool:
-        kinds = (int, np.integer) if self.whole else (int, float, np.integer, np.floating)
-        return bool(
-            isinstance(x, kinds)
-            and not isinstance(x, bool)
-            and _fits(x, positive=self.above == 0)
-            and not math.isnan(x)
-            and (math.isfinite(x) or not self.finite)
-            and (self.above is None or x > self.above)
-            and (self.below is None or x < self.below)
-            and (self.low is None or x >= self.low)
-            and (self.high is None or x <= self.high)
-        )
+        if isinstance(x, (np.integer, np.floating)):  # NumPy compares in x's own precision
+            x = int(x) if isinstance(x, np.integer) else float(x)
+        if not isinstance(x, int if self.whole else (int, float)) or isinstance(x, bool):
+            return False
+        least, most = self.ends()
+        return least <= x <= most and (isinstance(x, float) or abs(x) <= 2**53)
 
     def _in_words(self) -> str:
         if self.low is not None and self.high is not None:
@@ -96,14 +93,6 @@ class Bounds(NamedTuple):
 
 def is_number(x: object, **bounds: Any) -> bool:
     return Bounds(**bounds).hold(x)
-
-
-def _fits(x: Any, *, positive: bool) -> bool:
-    """Return whether float64 holds an integer, and float32 holds any other number and the inverse of a positive one."""
-    if isinstance(x, int):
-        return abs(x) <= 2**53
-    x = float(x)  # NumPy compares in x's own precision
-    return not math.isfinite(x) or (abs(x) <= _LARGEST and not (positive and x < _SMALLEST))
 
 
 def _holds_numbers(x: Tensor) -> bool:
@@ -141,14 +130,6 @@ Learnable = Annotated[float | Tensor | nn.Module, Bounds()]  # any finite number
 Bins = Annotated[int, Bounds(f"num_bins is an integer, 1 … {2**24}", low=1, high=2**24, whole=True)]
 """A number of bins of a histogram: float32 resolves no more than 2²⁴ of them."""
 Reduction = Literal["mean", "sum", "none"]
-
-
-class Evaluated(NamedTuple):
-    """The values of a loss's settings in one step."""
-
-    values: SimpleNamespace  # by name
-    computed: dict[str, Any]  # those that modules have returned
-    problem: str | None  # what is wrong with these, in words; None if nothing is
 
 
 _MISSING: Any = inspect.Parameter.empty
@@ -263,9 +244,8 @@ class Settings(nn.Module):
         """Make what follows from the settings: parameters, buffers, submodules."""
 
     def _setting(self, name: str) -> Any:
-        """Return what a setting is: an attribute, a submodule or a parameter, which nn.Module is slow to find."""
-        held = self.__dict__
-        return held[name] if name in held else held["_modules"].get(name) or getattr(self, name, None)
+        """Return a setting that is no plain attribute: a submodule or a parameter, which nn.Module is slow to find."""
+        return self._modules.get(name) or getattr(self, name, None)
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
@@ -280,10 +260,10 @@ class Settings(nn.Module):
                 return problem
         return None
 
-    def evaluated(self) -> Evaluated:
-        """Return the values of all settings in one step; a module is called once.
+    def evaluated(self) -> tuple[SimpleNamespace, dict[str, Any], str | None]:
+        """Return the values of all settings in one step, those that modules have returned, and what is wrong with these.
 
-        A tensor [1] becomes a number []: it would change the shape of what it is multiplied with.
+        A module is called once. A tensor [1] becomes a number []: it would change the shape of what it is multiplied with.
         """
         values, problem, checks = SimpleNamespace(), None, self._checks
         computed: dict[str, Any] = {}
@@ -307,7 +287,7 @@ class Settings(nn.Module):
                 if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
                     value = value.clone()  # a schedule may set it in place before the backward pass
             now[name] = value
-        return Evaluated(values, computed, problem)
+        return values, computed, problem
 
     def extra_repr(self) -> str:
         """Show the settings; modules and parameters stand below."""
@@ -379,7 +359,8 @@ def _check_of(hint: Any) -> Check | None:
         return None if check is None else check._replace(optional=True)
     if origin is Annotated:
         bounds = next((x for x in hint.__metadata__ if isinstance(x, Bounds)), None)
-        return None if bounds is None else Check(hint.__origin__, bounds, False, frozenset(), *bounds.floats())
+        ends = () if bounds is None or bounds.whole else bounds.ends()
+        return None if bounds is None else Check(hint.__origin__, bounds, False, frozenset(), *ends)
     if hint is bool or origin is Literal:
         return Check(hint, words=frozenset(typing.get_args(hint) or (True, False)))
     return None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -19,7 +20,6 @@ from contrastive_zoo.engine.rowwise import blocks_of, reduce_rows
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.loss_modules import is_plain, loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
-from contrastive_zoo.loss_base.settings import Evaluated
 from contrastive_zoo.loss_base.shapes import arguments_problem, call_form
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
@@ -203,13 +203,13 @@ class CrossBatchMemory(Loss):
                 return self._against_nothing(batch)
             return self._against_candidates(batch, slots) if self._is_own() else self._against_references(batch, slots)
 
-    def evaluated(self) -> Evaluated:
+    def evaluated(self) -> tuple[SimpleNamespace, dict[str, Any], str | None]:
         """Return the values of the settings, with those of the loss as ``members[0]`` if its ``forward`` is not called."""
         values, computed, problem = super().evaluated()
         if isinstance(self.loss, Loss) and self._is_own():
             inner, computed, reason = self.loss.evaluated()
             values.members, problem = [inner], None if reason is None else f"{loss_name(self.loss)}: {reason}"
-        return Evaluated(values, computed, problem)
+        return values, computed, problem
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the settings of the loss, or None; until the constructor has set it, nothing is."""
