@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the constants of SplitMix64
+# the constants of SplitMix64, as int64
+GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15 - 2**64, (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
@@ -32,10 +33,10 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
     """
     if seed < 0:
         raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")
-    state = torch.tensor(_signed(int(seed) % 2**64), device="cpu")
+    state = torch.tensor((int(seed) + 2**63) % 2**64 - 2**63, device="cpu")
     for x in coordinates:
         coordinate = torch.from_numpy(np.asarray(x).astype(np.uint64).view(np.int64))
-        state = _mixed(state) + _mixed(coordinate + _signed(GAMMA))
+        state = _mixed(state) + _mixed(coordinate + GAMMA)
     keys: NDArray[np.int64] = _mixed(state).numpy()
     return keys.view(np.uint64)
 
@@ -43,7 +44,7 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
 def device_keys(seed: Int[Tensor, ""], count: int) -> Int[Tensor, " count"]:
     """Return ``random_keys(seed, np.arange(count))`` of :mod:`contrastive_zoo.ranks.random_keys`: its bits, as int64."""
     index = torch.arange(count, device=seed.device)
-    return _mixed(_mixed(seed) + _mixed(index + _signed(GAMMA)))
+    return _mixed(_mixed(seed) + _mixed(index + GAMMA))
 
 
 def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
@@ -58,16 +59,12 @@ _BITS = 23  # of the uniform numbers: 2 k + 1 of k in 23 bits fills the 24 bits 
 
 def _mixed(x: Tensor) -> Tensor:
     """Return the finalizer of SplitMix64, in int64 that wraps around."""
-    x = x + _signed(GAMMA)
+    x = x + GAMMA
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
-        x = (x ^ _shifted(x, shift)) * _signed(multiplier)
+        x = (x ^ _shifted(x, shift)) * multiplier
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
     """Return x shifted to the right with zeros; torch repeats the sign."""
     return x.bitwise_right_shift(count).bitwise_and(2 ** (64 - count) - 1)
-
-
-def _signed(x: int) -> int:
-    return x - 2**64 if x >= 2**63 else x

@@ -19,11 +19,7 @@ NAMES_ELSEWHERE = {
     "cachedmultiplenegativesranking": "GradCache",
     "centersperclass": "sub_centers",
     "criterion": "loss",
-    "dclw": "DCL",
     "debiased": "HCL",
-    "distributedlosswrapper": "DistributedLoss",
-    "embeddim": "embedding_size",
-    "embeddingdim": "embedding_size",
     "featdim": "embedding_size",
     "features": "embeddings",
     "group": "process_group",
@@ -33,7 +29,6 @@ NAMES_ELSEWHERE = {
     "moco": "MemoryQueue",
     "multiplenegativesranking": "MNRL",
     "pg": "process_group",
-    "queuesize": "size",
     "recallatk": "evaluate",
     "rnc": "RankNContrast",
     "s": "scale",
@@ -47,7 +42,7 @@ NAMES_ELSEWHERE = {
     "tripletmargin": "Triplet",
     "y": "labels",
 }
-"""Names of other libraries and of papers, without case, underscores and a final ``Loss``, and this library's."""
+"""Names of other libraries and of papers, without case, underscores and a final ``Loss``, that are unlike this library's."""
 
 _PACKAGE = str(Path(__file__).parents[1])
 
