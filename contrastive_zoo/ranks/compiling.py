@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -77,10 +77,8 @@ def saved_tensors_are_hooked() -> bool:
 @contextmanager
 def inner_graph() -> Iterator[None]:
     """Context manager: records a graph that is differentiated at once, for which a checkpoint computes nothing again."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        if saved_tensors_are_hooked():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+    unhooked = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), unhooked if saved_tensors_are_hooked() else nullcontext():
         yield
 
 

@@ -6,11 +6,9 @@ from typing import TypeVar
 
 from contrastive_zoo.ranks.world import World
 
-Results = Mapping[str, Sequence[float | None]]  # by name and rank, of the previous call; None where a rank has none
 
-
-def results_difference(results: Results, tolerance: float) -> str | None:
-    """Return what came out differently on two ranks in the previous call, in words; None if nothing did."""
+def results_difference(results: Mapping[str, Sequence[float | None]], tolerance: float) -> str | None:
+    """Return what came out differently in the previous call, in words; ``results`` are by name and rank, None if missing."""
     for name, words in _RESULTS.items():
         values = results[name]
         if any(x is None for x in values):
@@ -22,15 +20,11 @@ def results_difference(results: Results, tolerance: float) -> str | None:
                 others = [x % len(values) for x in range(rank + 1, rank + 1 + len(values))]
                 owner = next((x for x in others if results["anchor"][x] is not None), rank)
                 first = results["anchor"][owner]
-            if _differ(first, value, tolerance**0.5, absolute):
+            if first is None or value is None or (math.isnan(first) and math.isnan(value)):
+                continue
+            if not math.isclose(first, value, rel_tol=tolerance**0.5, abs_tol=absolute):
                 return words.format(owner=owner, first=first, rank=rank, second=value)
     return None
-
-
-def _differ(a: float | None, b: float | None, relative: float, absolute: float) -> bool:
-    if a is None or b is None or (math.isnan(a) and math.isnan(b)):
-        return False
-    return not math.isclose(a, b, rel_tol=relative, abs_tol=absolute)
 
 
 _RESULTS = {

@@ -21,16 +21,14 @@ encoder; integers, single numbers, or numbers that repeat, as masks and targets 
 
 _KIND = 3
 
-Numbers = Mapping[str, Tensor] | None  # by name; None if ranks do not compare them
-
 
 class Fingerprint(NamedTuple):
     level: float | None = None  # of the numbers that must be equal; None if they are not compared
     digests: Mapping[str, int] = {}  # by argument
 
 
-def fingerprint(state: Numbers, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
-    """Start to read the numbers of a loss and of its arguments; the result waits for them."""
+def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
+    """Start to read the numbers of a loss, None if ranks do not compare them, and of its arguments; the result waits."""
     parts, widths = [], {}
     for name, x in rows.items():
         if x.numel():

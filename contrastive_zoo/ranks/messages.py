@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
@@ -74,19 +75,25 @@ STATES: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()
 """By group: several wrappers share a group, and a wrapper may be copied, loaded or made anew between two of its calls."""
 
 
-class Member(Protocol):
-    """What an error says of the rank that waits; a World is one."""
+@dataclass(frozen=True)
+class Member:
+    """One rank of a process group, as errors name it: the base of a World, which says what the fields are."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def process_group(self) -> dist.ProcessGroup: ...
-    @property
-    def caller(self) -> str: ...
-    @property
-    def state(self) -> GroupState: ...
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    caller: str = field(default="", repr=False, compare=False, kw_only=True)
+    opened: int = field(default=0, repr=False, compare=False, kw_only=True)
+
+    @cached_property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group itself, also where ``group`` is None."""
+        return dist.distributed_c10d._get_default_group() if self.group is None else self.group
+
+    @cached_property
+    def state(self) -> GroupState:
+        group = self.process_group
+        return STATES.get(group) or state_of(group)
 
 
 def started(message: str, begin: Callable[[], Any], member: Member, *, polled: bool) -> Callable[[], None]:
@@ -178,7 +185,7 @@ def report(error: BaseException, member: Member) -> None:
         store.set(f"{_key(member.process_group)}/{member.rank}", note)
         store.set(_key(member.process_group), str(status.handshakes))  # one key to look at while no rank has failed
 
-    _in_store(leave)
+    _ask(leave)
 
 
 def _wait_and_look(work: Any, message: str, number: int, member: Member) -> None:
@@ -210,7 +217,7 @@ def _failed(message: str, member: Member, error: RuntimeError, since: float) -> 
 def lost(text: str, member: Member) -> CommunicationError:
     """Return the error after which the group is not used any more; a rank that has failed and would go on hears of it."""
     member.state.lost = text
-    _in_store(lambda store: store.set(f"{_key(member.process_group)}/gone on", "1"))
+    _ask(lambda store: store.set(f"{_key(member.process_group)}/gone on", "1"))
     return CommunicationError(text)
 
 
@@ -224,7 +231,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     if state is None:
         state = STATES[group] = GroupState()
         names = [f"/{group.rank()}", *(["", "/gone on"] if group.rank() == 0 else [])]
-        _in_store(lambda store: [store.set(f"{_key(group)}{name}", "") for name in names])
+        _ask(lambda store: [store.set(f"{_key(group)}{name}", "") for name in names])
     return state
 
 
@@ -236,7 +243,7 @@ def _note(member: Member, before: float = math.inf) -> str | None:
         last = _read(store, _key(member.process_group))
         return _notes(store, member) if last and int(last) >= status.handshakes - 1 else []
 
-    for rank, (handshake, *rest) in enumerate(_in_store(recent) or []):
+    for rank, (handshake, *rest) in enumerate(_ask(recent)[0] or []):
         # a rank that failed after the same handshake as this one waits for a call in which both go on
         if handshake and rank != member.rank and int(handshake) != status.failed_at:
             place = int(handshake), int(rest[0])
@@ -247,11 +254,6 @@ def _note(member: Member, before: float = math.inf) -> str | None:
 
 def _key(group: dist.ProcessGroup) -> str:
     return f"contrastive_zoo/failure/{group.group_name}"
-
-
-def _in_store(function: Callable[[Any], Any]) -> Any:
-    """Ask the default group's store; return its answer, None if it raised or does not answer in time."""
-    return _ask(function)[0]
 
 
 def _ask(function: Callable[[Any], Any]) -> tuple[Any, bool]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.compat import default_group, group_of_one, messages_of, next_node, unpacking_in
 from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked, uncompiled
-from contrastive_zoo.ranks.messages import STATES, state_of
+from contrastive_zoo.ranks.messages import state_of
 from contrastive_zoo.ranks.world import World
 
 if not dist.is_initialized():
@@ -24,10 +24,6 @@ if not dist.is_initialized():
     import torch.distributed.nn.functional  # noqa: F401 - imported for its defaults
 
 R = TypeVar("R")
-
-
-class HeldGroupError(ValueError):
-    """A loss that every rank computes alike has sent messages by a process group that it holds."""
 
 
 def in_one_process(compute: Callable[[], R], name: str, world: World, loss: Any = None) -> R:
@@ -66,7 +62,7 @@ def _alone(default: dist.ProcessGroup, held: dist.ProcessGroup | None, name: str
     def refuse() -> None:
         count = 0 if held is None else messages_of(held) - before
         if count:
-            raise HeldGroupError(f"{name}: {_HOLDS_A_GROUP.format(count=count, s='s' * (count != 1))}")
+            raise ValueError(f"{name}: {_HOLDS_A_GROUP.format(count=count, s='s' * (count != 1))}")
 
     try:
         with default_group(this_process(default)):
@@ -79,7 +75,7 @@ def _alone(default: dist.ProcessGroup, held: dist.ProcessGroup | None, name: str
 
 def this_process(default: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the group of this process alone beside a default group; it is made once."""
-    state = STATES.get(default) or state_of(default)
+    state = state_of(default)
     if state.alone is None:
         state.alone = group_of_one(default)
     return state.alone

@@ -62,10 +62,9 @@ def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Ten
     wait = world.start_gather(local)
 
     def finish() -> Tensor:
-        parts = wait()
-        if min(shards.sizes) == largest:
-            return from_bytes(parts.flatten(0, 1), rows).to(rows.device)
-        joined = torch.cat([x[:size] for x, size in zip(parts, shards.sizes, strict=True)])
+        joined = wait().flatten(0, 1)
+        if min(shards.sizes) < largest:  # without what fills the smaller shards up
+            joined = torch.cat([x[:size] for x, size in zip(joined.split(largest), shards.sizes, strict=True)])
         return from_bytes(joined, rows).to(rows.device)
 
     return finish

@@ -6,7 +6,7 @@ import functools
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from operator import itemgetter
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiting_time
-from contrastive_zoo.ranks.messages import STATES, GroupState, lost, started, state_of
+from contrastive_zoo.ranks.messages import Member, lost, started
 from contrastive_zoo.ranks.row_checks import is_integer
 from contrastive_zoo.ranks.suggestions import warn_once
 
@@ -101,7 +101,7 @@ class Shards(NamedTuple):
 
 
 @dataclass(frozen=True)
-class World:
+class World(Member):
     """The processes that share one global batch, as one of them sees them.
 
     Without a process group, or in a group of one, it is a world of one process, ``World()``, for which the same code runs.
@@ -121,12 +121,6 @@ class World:
         >>> World.of()
         World(rank=0, size=1, group=None)
     """
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-    caller: str = field(default="", repr=False, compare=False, kw_only=True)
-    opened: int = field(default=0, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         are_integers = type(self.rank) is type(self.size) is int or (is_integer(self.rank) and is_integer(self.size))
@@ -161,17 +155,6 @@ class World:
             group = group.get_group()
         members = default if group is None else group
         return World(members.rank(), members.size(), group, caller=caller)
-
-    @cached_property
-    def process_group(self) -> dist.ProcessGroup:
-        """The process group itself, also where ``group`` is None."""
-        return dist.distributed_c10d._get_default_group() if self.group is None else self.group
-
-    @cached_property
-    def state(self) -> GroupState:
-        """What this process keeps of the process group."""
-        group = self.process_group
-        return STATES.get(group) or state_of(group)
 
     @cached_property
     def device(self) -> torch.device:
@@ -256,9 +239,7 @@ class World:
             return [text]
         local = text.encode()
         lengths = [length for (length,) in self.exchange([len(local)])]
-        if max(lengths) == 0:
-            return [""] * self.size
-        padded = torch.frombuffer(bytearray(local.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(local.ljust(max(lengths) or 1, b"\0")), dtype=torch.uint8)
         rows = self.start_gather(padded.to(self.host_device), "an exchange of numbers", from_host=True)().tolist()
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
@@ -305,10 +286,6 @@ def _group_problem(process_group: object) -> str | None:
             "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
         )
     return None
-
-
-def alone() -> bool:
-    return dist.group.WORLD is None or dist.get_world_size() == 1
 
 
 # What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that

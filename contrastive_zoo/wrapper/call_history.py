@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.devices import DIFFERENTIABLE, ValueCheck, on_cpu, read_later
-from contrastive_zoo.ranks.fingerprint import Fingerprint, Numbers, fingerprint, level_of, norm_and_sketch
+from contrastive_zoo.ranks.fingerprint import Fingerprint, fingerprint, level_of, norm_and_sketch
 from contrastive_zoo.ranks.messages import GroupState
 from contrastive_zoo.ranks.session import Findings, Session
 from contrastive_zoo.ranks.suggestions import warn_once
@@ -127,7 +127,7 @@ class CallHistory:
         reads, self._results = self._results, {}
         return {name: sum(numbers) for name, read in reads.items() if (numbers := read())}
 
-    def fingerprint(self, state: Numbers, rows: Mapping[str, Tensor]) -> Fingerprint:
+    def fingerprint(self, state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) -> Fingerprint:
         """The fingerprint of this call; that of the previous one if some numbers are on an accelerator."""
         now = fingerprint(state, rows)
         if all(map(on_cpu, [*rows.values(), *(state or {}).values()])):
