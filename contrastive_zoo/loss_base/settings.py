@@ -193,7 +193,9 @@ class Settings(nn.Module):
         held, hints, inherited = vars(cls), _annotations(cls), dict[str, Field]()
         for base in cls.__mro__[1:]:  # each one's own: the second of two bases may redefine what both inherit
             inherited = {**inherited, **vars(base).get("_own_fields", {}), **inherited}
-        declared = [name for name, hint in hints.items() if name in held and not _of_class(hint)]
+        # an annotation may be a text
+        of_class = {name for name, hint in hints.items() if str(hint).startswith(("ClassVar", "typing.ClassVar"))}
+        declared = [name for name in hints if name in held and name not in of_class]
         redefined = [name for name in inherited if name in held and name not in declared]
         cls._own_fields = {}
         for name in (*declared, *redefined):
@@ -364,11 +366,6 @@ def _check_of(hint: Any) -> Check | None:
     if hint is bool or origin is Literal:
         return Check(hint, words=frozenset(typing.get_args(hint) or (True, False)))
     return None
-
-
-def _of_class(hint: Any) -> bool:
-    """Return whether an annotation, maybe a text, is a ClassVar."""
-    return str(hint).startswith(("ClassVar", "typing.ClassVar"))
 
 
 def _module_problem(name: str, module: nn.Module) -> str | None:

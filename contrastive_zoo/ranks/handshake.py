@@ -30,8 +30,6 @@ RESULTS = FIELDS[-5:]
 """What ranks compare of the previous call: its value, the gradient of the loss's parameters, the loss of a few samples of
 all ranks, that of the last anchor of this rank, and that of the last anchor of the next rank that has any."""
 
-_RESULTS_OF = itemgetter(*RESULTS)
-
 _IDLE = 8  # handshakes without a payload after which the group no longer reserves bytes for one
 
 
@@ -186,7 +184,7 @@ def _from_bits(bits: Sequence[int]) -> list[float | None]:
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
     """Raise if results of the previous call, parameters or identical arguments differ between ranks."""
-    if len({*zip(*_RESULTS_OF(received), strict=True)}) > 1:
+    if len({*zip(*itemgetter(*RESULTS)(received), strict=True)}) > 1:
         results = {name: _from_bits(received[name]) for name in RESULTS}
         if difference := results_difference(results, statement.results_tolerance):
             raise ValueError(f"{statement.caller}: {difference}")

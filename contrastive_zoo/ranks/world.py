@@ -222,8 +222,10 @@ class World(Member):
 
         In a backward pass, a header precedes a loss's first message, unless it ``opens`` the pass; other losses are refused.
         """
-        if self.size > 1 and not opens:
-            _open_backward(self)
+        conversation = self.opened, backward_pass()
+        if self.size > 1 and not opens and conversation[1] != -1 and self.state.conversation != conversation:
+            self.state.conversation = conversation
+            exchange_headers([1, self.opened, *[0] * (len(FIELDS) + NUMBERS - 2)], (), self.state.reserved, self)
         return started(message, begin, self, polled=polled)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -337,13 +339,3 @@ def refuse_out_of_step(place: str, world: World) -> None:
     places = world.exchange_text(place)
     by_rank = "; ".join(f"rank {rank} is in {where or 'another message'}" for rank, where in enumerate(places))
     raise lost(f"ranks are out of step: {by_rank}. {_OUT_OF_STEP}", world)
-
-
-def _open_backward(world: World) -> None:
-    """Meet the other ranks before the first message of a loss in a backward pass; the next ones of the same loss do not."""
-    state, conversation = world.state, (world.opened, backward_pass())
-    if conversation[1] == -1 or state.conversation == conversation:
-        return
-    state.conversation = conversation
-    numbers = [1, world.opened, *[0] * (len(FIELDS) + NUMBERS - 2)]
-    exchange_headers(numbers, (), state.reserved, world)
