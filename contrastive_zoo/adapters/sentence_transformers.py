@@ -26,7 +26,7 @@ from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.suggestions import needed
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, join_problem
-from contrastive_zoo.wrapper.distributed import GradReduction, LossAttributes
+from contrastive_zoo.wrapper.distributed import GradReduction, Wrapper
 
 with needed("contrastive_zoo.adapters.sentence_transformers", "sentence-transformers[train]>=6"):
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
@@ -43,7 +43,7 @@ _OF_TOKENS = "token_embeddings", "attention_mask"  # of a MultiVectorEncoder's o
 _OF_A_RANK = {"mini_batch_size", "show_progress_bar"}  # what may differ between ranks
 
 
-class DistributedSentenceLoss(LossAttributes):
+class DistributedSentenceLoss(Wrapper):
     """Compute a loss of sentence-transformers on the sentences of all ranks.
 
     Every rank returns the value L of ``loss(sentence_features, labels)`` on one process with all ranks' sentences. After

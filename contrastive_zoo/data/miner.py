@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.adjoints import device_of
@@ -17,17 +17,16 @@ from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.transport import payload_of
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
+from contrastive_zoo.wrapper.distributed import Wrapper
 from contrastive_zoo.wrapper.loss_call import paired_problem, refuse_gathering
 
-# private attributes of pytorch-metric-learning's miners that list what record-keeper writes
-_RECORDED = ("_record_these", "_record_these_stats")
 
-
-class DistributedMiner(nn.Module):
+class DistributedMiner(Wrapper):
     """``miner`` on the embeddings of all ranks: the indices that one process finds, on every rank.
 
     :class:`contrastive_zoo.DistributedLoss` takes them as ``indices_tuple``; ``DistributedLoss(loss, miner=miner)`` does the
-    same and gathers once. Attributes of the miner are read through this wrapper; keys of its state begin with ``miner.``.
+    same and gathers once. Attributes of the miner are read and set through this wrapper; keys of its state begin with
+    ``miner.``.
 
     Args:
         miner: called as ``miner(embeddings, labels)``, or ``miner(embeddings, labels, ref_emb, ref_labels)``; returns a
@@ -51,14 +50,14 @@ class DistributedMiner(nn.Module):
     """
 
     process_group = ProcessGroupAttribute()
+    _wrapped = "miner"
+    _also_read = ("_record_these", "_record_these_stats")  # they list what record-keeper writes
 
     def __init__(
         self, miner: Callable[..., Any], *, process_group: Processes = None, check_finite: bool = True
     ) -> None:
         super().__init__()
         refuse_gathering("DistributedMiner", "miner", miner)
-        if not callable(miner):
-            raise ValueError(f"DistributedMiner: miner must be callable, got {type(miner).__name__}.")
         self.process_group, self.check_finite, self.miner = process_group, check_finite, miner
 
     @uncompiled
@@ -93,12 +92,3 @@ class DistributedMiner(nn.Module):
             words = f"a miner returns a tuple of indices, {forms}, got {type(result).__name__}."
             refuse(name, words, world=session)
         return GlobalIndices(result)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            miner = vars(self).get("miner", vars(self).get("_modules", {}).get("miner"))
-            if (name.startswith("_") and name not in _RECORDED) or not hasattr(miner, name):
-                raise
-            return getattr(miner, name)

@@ -96,7 +96,8 @@ def measured(caller: str, evaluation: Evaluation) -> dict[str, Any]:
         totals = relevance.totals(world)
         most = int(np.bincount(totals.query, weights=totals.number).max(initial=0))  # relevant items of one query
         values = {metric.name: np.empty(len(rows)) for metric in metrics}
-        near, whole = ([metric for metric in metrics if metric.whole is which] for which in (False, True))
+        # those without k count the places of relevant items wherever they are
+        near, whole = [metric for metric in metrics if metric.k], [metric for metric in metrics if not metric.k]
         for block in rounds(queries.shards, world) if near else ():
             ranking = nearest_ranking(block, local, relevance, rows, depth, totals)
             for metric in near:
@@ -121,7 +122,7 @@ def nearest_ranking(
     groups = Groups.joined([Groups(*(x.numpy() for x in part)) for part in parts])
     grade = relevance.grades(block, torch.from_numpy(groups.query), torch.from_numpy(groups.value)).numpy()
     relevant = groups.levels().runs(grade, groups.size)
-    return Ranking(relevant, _of_round(totals, block), relevance.labels(block), groups)
+    return Ranking(relevant, _of_round(totals, block), relevance.queries[block.local].numpy(), groups)
 
 
 def _nearest_groups(
@@ -171,7 +172,7 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     higher, tied = by_rank.view(block.world.size, shards.size, 2).sum(0).numpy().T
     levels = Levels(query[first], higher, tied, parts_of(first, len(query)))
     relevant = levels.runs(grade, np.ones(len(query), dtype=np.int64))
-    return Ranking(relevant, _of_round(totals, block), relevance.labels(block))
+    return Ranking(relevant, _of_round(totals, block), relevance.queries[block.local].numpy())
 
 
 def _counts_at(

@@ -201,11 +201,6 @@ class Metric:
         valid = kind in _AT_CUTOFF and cutoff.isdecimal() and int(cutoff) > 0
         return cls(name, kind, int(cutoff)) if valid else None
 
-    @property
-    def whole(self) -> bool:
-        """Whether the places of relevant items count wherever they are."""
-        return not self.k
-
     def values(self, ranking: Ranking) -> Floats:
         """Return the value for each query of a ranking; NaN for a query without a relevant item, but for its neighbours."""
         beyond_all = np.iinfo(np.int64).max // 2

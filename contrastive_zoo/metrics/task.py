@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from contrastive_zoo.metrics.ranking import KNN, Ints, Metric, Runs, names_problem, running_before
+from contrastive_zoo.metrics.ranking import KNN, Metric, Runs, names_problem, running_before
 from contrastive_zoo.metrics.rounds import Round, ask, local_positions
 from contrastive_zoo.metrics.search import overflow_problem, repeated_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
@@ -153,9 +153,6 @@ class Labels:
         nothing = torch.empty(0, dtype=torch.int64)
         return Question(block.gathered(self.queries), Pairs(nothing, nothing, nothing.double()), excluded)
 
-    def labels(self, block: Round) -> Ints:
-        return self.queries[block.local].numpy()
-
     def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
         return self.gallery[position]
 
@@ -189,6 +186,7 @@ class Labels:
 class Judgements:
     """Relevant is what has been judged with a grade above 0; what has a grade below 0 is ignored for the query."""
 
+    queries: Int[Tensor, " n"]  # their ids
     query: Int[Tensor, " j"]  # local, in ascending order
     item: Int[Tensor, " j"]  # ids of items on any rank
     grade: Float[Tensor, " j"]
@@ -215,9 +213,6 @@ class Judgements:
         excluded[expanded(counts)] = position[grade < 0]
         kept = grade > 0
         return Question(torch.empty(0, dtype=torch.int64), Pairs(query[kept], position[kept], grade[kept]), excluded)
-
-    def labels(self, block: Round) -> Ints:
-        return np.zeros(block.shards.size, np.int64)
 
     def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
         """Return the grades of items, as the bits of float64."""
@@ -315,7 +310,7 @@ def _judgements(caller: str, evaluation: Evaluation, ids: Tensor, gallery_ids: T
     counts, (by_id, order) = torch.isin(query, ids), ids.sort()
     row, item, grade = order[torch.searchsorted(by_id, query[counts])], item[counts].long(), grade[counts].double()
     in_order = row.argsort(stable=True)
-    return Judgements(row[in_order], item[in_order], grade[in_order], gallery_ids, world, caller)
+    return Judgements(ids, row[in_order], item[in_order], grade[in_order], gallery_ids, world, caller)
 
 
 def _found_by_id(ids: Int[Tensor, " n"], items: Side, world: World) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:

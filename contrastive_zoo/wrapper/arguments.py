@@ -78,9 +78,10 @@ class Arguments:
             return reason
         for path, leaf in self.leaves.items():
             if not isinstance(leaf, Tensor) and any(isinstance(x, _NO_TEXT) for x in _contents(leaf)):
+                make = next(name for kind, name in _MAKES_TENSORS if isinstance(leaf, kind))
                 return (
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
-                    f"{type(leaf).__name__}. Pass tensors, such as {_as_tensors(leaf)}({path})."
+                    f"{type(leaf).__name__}. Pass tensors, such as {make}({path})."
                 )
         return None if self.roles is NO_ROLES else self.roles.problem(self.leaves)
 
@@ -136,12 +137,7 @@ def _contents(x: Any, depth: int = _DEPTH) -> Iterator[Any]:
             yield from _contents(part, depth - 1)
 
 
-def _as_tensors(x: Any) -> str:
-    """Return the function that makes tensors of an object, or a tuple, list or dict of what it holds."""
-    if isinstance(x, np.ndarray):
-        return "torch.as_tensor"
-    return "dict" if isinstance(x, Mapping) else "list" if isinstance(x, Iterable) else "vars"
-
+_MAKES_TENSORS = ((np.ndarray, "torch.as_tensor"), (Mapping, "dict"), (Iterable, "list"), (object, "vars"))
 
 _COMPARED = 11  # arguments that may be one tensor: their pairs are as many bits as an int64 has for them
 

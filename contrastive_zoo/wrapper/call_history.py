@@ -4,7 +4,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -51,7 +51,7 @@ class CallHistory:
         self._group: weakref.ref[GroupState] | None = None  # of the last call
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
-        self.positives = _Positives()
+        self.had_positives: list[bool] = []  # of the first batches with labels
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self._equal: dict[str, int] = {}  # how many calls in a row an argument has been equal on all ranks
         self.due = False  # whether a few samples of all ranks come with the next handshake
@@ -140,8 +140,9 @@ class CallHistory:
     def look_at_values(self, name: str, findings: Findings, *, positives: bool) -> None:
         """Start to copy what the next call looks at: values of this call, and for ``positives`` if its samples have any."""
         checks = [*(findings.later or ())]
-        if positives and findings.labels is not None:
-            checks += self.positives.checks(name, findings.labels)
+        labels = findings.labels if positives and len(self.had_positives) < _LABELLED else None
+        if labels is not None and len(labels) >= _SAMPLES:
+            checks.append(_positives_check(name, labels, self.had_positives))
         for device in dict.fromkeys(x.numbers.device for x in checks):  # usually there is one, and so one copy
             here = [x for x in checks if x.numbers.device == device]
             self.checks.append((here, read_later(torch.cat([x.numbers.long() for x in here]))))
@@ -157,27 +158,17 @@ class CallHistory:
         return None
 
 
-@dataclass
-class _Positives:
-    """Whether the first batches with labels had positives. It is apart from the history, whose checks hold it until the
-    next call: a cycle would keep a wrapper that the user has replaced."""
+def _positives_check(name: str, labels: Tensor, had_positives: list[bool]) -> ValueCheck:
+    """Return a check that warns if no sample of the first batches shares its label with another one of its batch."""
 
-    calls: int = 0  # that were looked at
-    lonely: int = 0  # of them, without a positive
+    # it does not hold the history, whose checks hold it: a cycle would keep a wrapper that the user has replaced
+    def note(has_positive: Sequence[float]) -> None:
+        had_positives.append(bool(has_positive[0]))
+        if len(had_positives) == _LABELLED and not any(had_positives):
+            warn_once(f"{name}: {_NO_POSITIVES}")
 
-    def checks(self, name: str, labels: Tensor) -> list[ValueCheck]:
-        """Warn if no sample shares its label with another one in each of the first batches with labels."""
-        if self.calls == _LABELLED or len(labels) < _SAMPLES:
-            return []
-        self.calls += 1
-
-        def count(has_positive: Sequence[float]) -> None:
-            self.lonely += not has_positive[0]
-            if self.lonely == _LABELLED:
-                warn_once(f"{name}: {_NO_POSITIVES}")
-
-        in_order = labels.sort().values
-        return [ValueCheck((in_order[1:] == in_order[:-1]).any()[None], count)]
+    in_order = labels.sort().values
+    return ValueCheck((in_order[1:] == in_order[:-1]).any()[None], note)
 
 
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:

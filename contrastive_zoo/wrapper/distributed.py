@@ -33,15 +33,18 @@ _MODELS += ("transformers.models.", "torchvision.models.", "timm.models.")
 """Modules whose classes are no losses."""
 
 
-class LossAttributes(nn.Module):
-    """A wrapper of ``loss``, whose public attributes are read and set through it where it has none of that name."""
+class Wrapper(nn.Module):
+    """A wrapper of a loss or a miner, whose attributes are read and set through it where it has none of that name."""
+
+    _wrapped = "loss"  # the attribute that holds it
+    _also_read: Collection[str] = ()  # its private attributes that are read, too
 
     def extra_repr(self) -> str:
         """Every option that is not its default; modules stand below."""
         parts = []
-        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
-            value = None if name == "self" else getattr(self, name)
-            if value is not parameter.default and value != parameter.default and name not in {"self", *self._modules}:
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name)
+            if value is not parameter.default and value != parameter.default and name not in self._modules:
                 parts.append(f"{name}={shown(value)}")
         return ", ".join(parts)
 
@@ -63,12 +66,14 @@ class LossAttributes(nn.Module):
             setattr(bare, name, value)
 
     def _has(self, name: str) -> Any:
-        """The bare loss if this is one of its public attributes."""
-        bare = without_ddp(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
-        return None if name.startswith("_") or not hasattr(bare, name) else bare
+        """The bare loss or miner if this is one of its attributes."""
+        held = vars(self).get("_modules", {}) | vars(self)
+        bare = without_ddp(held.get(self._wrapped))
+        is_private = name.startswith("_") and name not in self._also_read
+        return None if is_private or not hasattr(bare, name) else bare
 
 
-class DistributedLoss(LossAttributes, Generic[R]):
+class DistributedLoss(Wrapper, Generic[R]):
     """Compute any loss on the embeddings of all ranks, with the value and gradients that one process would give.
 
     Called as ``loss`` is, with this rank's samples. Shards may be uneven or empty. Let L be the loss of all samples:
@@ -126,10 +131,15 @@ class DistributedLoss(LossAttributes, Generic[R]):
         batch_dim: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
+        problem = word_problem("grad_reduction", grad_reduction, GradReduction)
+        if problem is not None:
+            problem = f"{problem} DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
         checks = {"check_finite": check_finite, "check_equal": check_equal, "check_distinct": check_distinct}
-        refuse_bad_options(grad_reduction, prefer_native=prefer_native, ring=ring, **checks)
+        if problem := problem or flag_problem(prefer_native=prefer_native, ring=ring, **checks):
+            raise ValueError(f"DistributedLoss: {problem}")
         refuse_gathering("DistributedLoss", "loss", loss)
-        refuse_gathering("DistributedLoss", "miner", miner)
+        if miner is not None:
+            refuse_gathering("DistributedLoss", "miner", miner)
         self._replaced: inspect.Signature | None = None  # of the third-party loss that this library's loss replaces
         if prefer_native:
             loss, miner, self._replaced = native_and_replaced(loss, miner)
@@ -209,11 +219,10 @@ class DistributedLoss(LossAttributes, Generic[R]):
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
         return Session(
             world.rank, world.size, world.group, check_finite,
             sharded_factor=factor, findings=Findings([] if check_finite else None),
-            caller=f"{name}, call {self._history.calls + 1}",
+            caller=f"{loss_name(bare)}, call {self._history.calls + 1}",
         )  # fmt: skip
 
     def _roles(self) -> Roles:
@@ -251,18 +260,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         return value
 
 
-def refuse_bad_options(grad_reduction: str, **flags: object) -> None:
-    problem = word_problem("grad_reduction", grad_reduction, GradReduction)
-    if problem is not None:
-        problem = f"{problem} DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
-    if problem := problem or flag_problem(**flags):
-        raise ValueError(f"DistributedLoss: {problem}")
-
-
 def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: bool) -> None:
     """Refuse what is no loss of embeddings, and a miner or a ring that the loss does not support."""
-    if not callable(loss):
-        raise ValueError(f"DistributedLoss: loss must be callable, got {type(loss).__name__}. Pass a loss module.")
     bare = without_ddp(loss)
     name, is_own = loss_name(bare), isinstance(bare, Loss)
     kinds = [kind for x in (bare.modules() if isinstance(bare, nn.Module) else ()) for kind in type(x).__mro__]

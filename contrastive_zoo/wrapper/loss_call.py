@@ -166,11 +166,13 @@ _GATHERING = {
 
 
 def refuse_gathering(caller: str, role: str, x: Any) -> None:
-    """Refuse a class in place of its instance, and a loss or miner that gathers or holds one that does."""
+    """Refuse what cannot be called or is a class, and a loss or miner that gathers or holds one that does."""
     if isinstance(x, type):
         raise ValueError(
             f"{caller}: a {role} is an instance, got the class {x.__name__}. Pass an instance, {x.__name__}(...)."
         )
+    if not callable(x):
+        raise ValueError(f"{caller}: a {role} must be callable, got {type(x).__name__}. Pass a module or a function.")
     for path, part in x.named_modules() if isinstance(x, nn.Module) else [("", x)]:
         for kind in type(part).__mro__:
             if kind.__name__ in _GATHERING.get(kind.__module__.partition(".")[0], ()):

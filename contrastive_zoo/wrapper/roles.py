@@ -96,12 +96,9 @@ def _covers(name: str, path: str) -> bool:
     return path == name or path.startswith(f"{name}[")
 
 
-Counts = Mapping[str, tuple[int, ...]]  # the number of samples on each rank, by argument
-
-
 def role_problem(
     rows: Mapping[str, Tensor],
-    counts: Counts,
+    counts: Mapping[str, tuple[int, ...]],  # the number of samples on each rank, by argument
     equal: Mapping[str, int],  # what the numbers are of those that are equal on every rank
     without_role: Collection[str],
     variadic: Collection[str] = (),  # names of ``*arguments``, whose elements are no list

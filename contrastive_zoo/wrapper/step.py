@@ -33,7 +33,7 @@ from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, u
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import JOINED, CallHistory, join_problem
 from contrastive_zoo.wrapper.loss_call import NOT_WHOLE, LossCall
-from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, role_problem, row_numbers_problem
+from contrastive_zoo.wrapper.roles import NO_ROLES, role_problem, row_numbers_problem
 
 T = TypeVar("T")
 
@@ -59,14 +59,9 @@ class DistributedStep(ABC):
         self.history: CallHistory = self.options._history
         self.observer = self.options._observer if self.options.training else None  # a Monitor, or None
 
-    @property
-    def computed(self) -> Mapping[str, Tensor]:
-        """Single numbers of this step, by name: what modules in place of settings have returned, or arguments."""
-        return {}
-
     @abstractmethod
     def statement(self) -> Statement:
-        """What this rank states of the arguments in the handshake."""
+        """What this rank states of the arguments; as its state, numbers that arguments or modules as settings have given."""
 
     @abstractmethod
     def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
@@ -81,10 +76,6 @@ class DistributedStep(ABC):
         """How many rows of each tensor a rank sends for a small batch of samples of all ranks."""
         of_row = max(1, sum(map(row_bytes, self.rows.values())))
         return max(1, min(_SAMPLES // self.session.size, _SAMPLE_BYTES // of_row))
-
-    @property
-    def sample_bytes(self) -> int:
-        return self.few * sum(map(row_bytes, self.rows.values()))
 
     def compute(self) -> Any:
         """Return what the loss returns."""
@@ -112,7 +103,8 @@ class DistributedStep(ABC):
         compares = self.options.check_equal and not of_all and history.compares(history.calls)
         session.findings.anchors = {} if compares else None
         history.due = agreed.compares and not of_all
-        reserve_payload(agreed.needed if of_all else self.sample_bytes if history.due else 0, session)
+        of_sample = self.few * sum(map(row_bytes, self.rows.values())) if history.due else 0
+        reserve_payload(agreed.needed if of_all else of_sample, session)
         self.session = session = replace(session, opened=agreed.number)
         try:
             value = self.value(agreed, plan)
@@ -149,10 +141,7 @@ class DistributedStep(ABC):
         statement.results, statement.results_tolerance = history.results(), history.tolerance
         history.tolerance = statement.tolerance  # of what this call leaves to compare
         statement.wrapper, statement.made = history.wrapper, history.made
-        state = None
-        if options.check_equal:
-            state = self.modules.numbers()
-            state = _with_names_apart(state, self.computed) if self.computed else state
+        state = _with_names_apart(self.modules.numbers(), statement.state) if options.check_equal else None
         compares_rows = options.check_distinct and statement.problem is None
         # sharded class weights differ between ranks in any case
         rows = {name: x for name, x in self.rows.items() if compares_rows and not name.startswith("class weights")}
@@ -193,11 +182,6 @@ class OwnStep(DistributedStep):
     call: CallInputs
     compute_batch: Callable[[Batch], Any]
 
-    @property
-    def computed(self) -> Mapping[str, Tensor]:
-        compared = self.call.compared
-        return {name: x for name, x in compared.items() if isinstance(x, Tensor)} if compared else {}
-
     def statement(self) -> Statement:
         stated, inputs, rows = self.call, self.call.inputs, self.call.inputs.rows
         compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
@@ -220,6 +204,7 @@ class OwnStep(DistributedStep):
             compared,
             [*map(len, rows.values())],
             problem,
+            state={name: x for name, x in stated.compared.items() if isinstance(x, Tensor)},
             tolerance=tolerance(rows.values()),
             kernels=stated.kernels.apply,
             draws=history.draws,
@@ -303,12 +288,6 @@ class ThirdPartyStep(DistributedStep):
     call: LossCall
 
     @property
-    def computed(self) -> Mapping[str, Tensor]:
-        leaves = self.call.inputs.leaves.items()
-        shared = {f"the shared {path}": x for path, x in self.call.inputs.shared.items()}
-        return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim == 0} | shared
-
-    @property
     def without_role(self) -> set[str]:
         """The arguments that may not hold samples in dimension 0."""
         if isinstance(without_ddp(self.call.loss), Loss):
@@ -318,7 +297,7 @@ class ThirdPartyStep(DistributedStep):
 
     def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
         # first refuse arguments that no single rank can know to be wrong
-        counts: Counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
+        counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
         without_role = self.without_role
         if (problem := role_problem(self.rows, counts, equal, without_role, self.call.variadic)) is not None:
             raise ValueError(f"{self.name}: {problem}")
@@ -333,12 +312,14 @@ class ThirdPartyStep(DistributedStep):
         if call.miner is not None:
             settings = LossModules(call.miner, third_party=self.options.check_equal).settings()
             of_miner = {"the miner" if name == "the loss" else f"miner.{name}": x for name, x in settings.items()}
+        numbers = {path: x for path, x in arguments.leaves.items() if isinstance(x, Tensor) and x.ndim == 0}
         return Statement(
             self.name,
             of_miner | arguments.compared,
             [*map(len, arguments.rows.values())],
             call.problem(self.session)
             or (None if self.history.calls else row_numbers_problem(self.rows, self.without_role)),
+            state=numbers | {f"the shared {path}": x for path, x in arguments.shared.items()},
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
             payload=payload_of(self.rows.values(), self.session),

@@ -75,3 +75,5 @@ def test_record_keeper_finds_what_a_wrapped_miner_records() -> None:
         assert names == getattr(miner, kept) != []
         assert [getattr(wrapped, name) for name in names] == [getattr(miner, name) for name in names]
     assert not hasattr(wrapped, "_private")
+    wrapped.margin = 0.25
+    assert miner.margin == 0.25
