@@ -9,5 +9,4 @@ _MODULES = ("huggingface", "open_clip", "sentence_transformers")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of this name."""
     return importlib.import_module(f"{__name__}.{name}") if name in _MODULES else missing(__name__, _MODULES)(name)

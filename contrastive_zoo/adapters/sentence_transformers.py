@@ -232,9 +232,8 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
             f"has no gradient cache, and contains {cached[0]}, which has: embeddings of mini-batches are then those of one "
             f"rank. Pass a loss without a cache: MultipleNegativesRankingLoss for CachedMultipleNegativesRankingLoss."
         )
-    if not cached and any(
-        isinstance(getattr(x, "model", None), MultiVectorEncoder) and x.mini_batch_size for x in parts
-    ):
+    of_tokens = [x for x in parts if isinstance(getattr(x, "model", None), MultiVectorEncoder)]
+    if not cached and any(x.mini_batch_size for x in of_tokens):
         return (
             "embeds a column in chunks, after which all ranks' documents would be in another order than the queries. Pass "
             "mini_batch_size=None, or the loss with a gradient cache."

@@ -59,8 +59,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
             problem = f"temperature is a number of at least 1, got {described(temperature)}."
         self.samplers, self.sizes = (list(samplers), tuple(sizes)) if problem is None else ([], ())
         self.temperature = temperature
-        of_sets = {"samplers": [x._digest for x in self.samplers], "sizes": self.sizes}
-        settings: dict[str, object] = {**of_sets, "temperature": temperature}
+        settings = {"samplers": [x._digest for x in self.samplers], "sizes": self.sizes, "temperature": temperature}
         super().__init__(settings, problem, **options)
         self._starts = np.cumsum([0, *self.sizes])
 

@@ -18,15 +18,14 @@ from contrastive_zoo.ranks.transport import payload_of
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
 from contrastive_zoo.wrapper.distributed import Wrapper
-from contrastive_zoo.wrapper.loss_call import paired_problem, refuse_gathering
+from contrastive_zoo.wrapper.loss_call import paired_problem, refuse_bad_callable
 
 
 class DistributedMiner(Wrapper):
     """``miner`` on the embeddings of all ranks: the indices that one process finds, on every rank.
 
     :class:`contrastive_zoo.DistributedLoss` takes them as ``indices_tuple``; ``DistributedLoss(loss, miner=miner)`` does the
-    same and gathers once. Attributes of the miner are read and set through this wrapper; keys of its state begin with
-    ``miner.``.
+    same and gathers once. The wrapper has the miner's attributes; keys of its state begin with ``miner.``.
 
     Args:
         miner: called as ``miner(embeddings, labels)``, or ``miner(embeddings, labels, ref_emb, ref_labels)``; returns a
@@ -57,7 +56,7 @@ class DistributedMiner(Wrapper):
         self, miner: Callable[..., Any], *, process_group: Processes = None, check_finite: bool = True
     ) -> None:
         super().__init__()
-        refuse_gathering("DistributedMiner", "miner", miner)
+        refuse_bad_callable("DistributedMiner", "miner", miner)
         self.process_group, self.check_finite, self.miner = process_group, check_finite, miner
 
     @uncompiled

@@ -16,8 +16,6 @@ QUERIES_OF_A_ROUND = 8192
 
 @dataclass(frozen=True)
 class Round:
-    """One block of queries."""
-
     shards: Shards  # how many of them each rank owns
     local: slice  # which of this rank's queries they are
     world: World

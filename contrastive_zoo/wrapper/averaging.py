@@ -71,9 +71,8 @@ def _module_problem(module: object) -> str | None:
             "gradients itself during backward(): leave average_gradients out. For parameters that are parallel "
             "otherwise, average x.grad.to_local() over the ranks that hold the same part."
         )
-    sparse = [
-        name for name, x in module.named_parameters() if x.grad is not None and x.grad.layout is not torch.strided
-    ]
+    gradients = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
+    sparse = [name for name, x in gradients.items() if x.layout is not torch.strided]
     return f"the gradient of {sparse[0]} is sparse. Pass nn.Embedding(sparse=False), or use DDP." if sparse else None
 
 

@@ -20,7 +20,7 @@ from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
-from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, refuse_gathering, signature
+from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, refuse_bad_callable, signature
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep
 
@@ -137,9 +137,9 @@ class DistributedLoss(Wrapper, Generic[R]):
         checks = {"check_finite": check_finite, "check_equal": check_equal, "check_distinct": check_distinct}
         if problem := problem or flag_problem(prefer_native=prefer_native, ring=ring, **checks):
             raise ValueError(f"DistributedLoss: {problem}")
-        refuse_gathering("DistributedLoss", "loss", loss)
+        refuse_bad_callable("DistributedLoss", "loss", loss)
         if miner is not None:
-            refuse_gathering("DistributedLoss", "miner", miner)
+            refuse_bad_callable("DistributedLoss", "miner", miner)
         self._replaced: inspect.Signature | None = None  # of the third-party loss that this library's loss replaces
         if prefer_native:
             loss, miner, self._replaced = native_and_replaced(loss, miner)
@@ -198,9 +198,8 @@ class DistributedLoss(Wrapper, Generic[R]):
     def _call(self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any]) -> CallInputs | LossCall:
         """What this rank states of a call."""
         if self._replaced is not None:
-            passed = {
-                name: x for name, x in self._replaced.bind(*rows, **named_rows).arguments.items() if x is not None
-            }
+            bound = self._replaced.bind(*rows, **named_rows)
+            passed = {name: x for name, x in bound.arguments.items() if x is not None}
             if len(passed) > 2:
                 words = "embeddings and labels, or two views"
                 raise TypeError(f"with prefer_native=True a call takes {words}, got {', '.join(passed)}. Leave it out.")

@@ -65,7 +65,7 @@ class LossCall:
         return value
 
     def problem(self, world: World) -> str | None:
-        arguments = self.bound.arguments if self.roles is NO_ROLES else self.roles.of_rows(self.bound.arguments)
+        arguments = self.roles.of_rows(self.bound.arguments)
         bare = without_ddp(self.loss)
         if isinstance(bare, Loss) and bare.has_row_indices(self.bound.args, self.bound.kwargs):
             return NOT_WHOLE
@@ -74,8 +74,7 @@ class LossCall:
     def refusal(self, world: World) -> str | None:
         """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
         bare, named = without_ddp(self.loss), self.named
-        problem = split_problem(bare) if isinstance(bare, nn.Module) else None
-        if problem is not None:
+        if isinstance(bare, nn.Module) and (problem := split_problem(bare)) is not None:
             return problem
         made_for = 1 if isinstance(bare, Loss) else getattr(bare, "world_size", 1)
         if world.size > 1 and is_integer(made_for, at_least=2):
@@ -165,7 +164,7 @@ _GATHERING = {
 """Classes that gather the embeddings of all ranks, by their package."""
 
 
-def refuse_gathering(caller: str, role: str, x: Any) -> None:
+def refuse_bad_callable(caller: str, role: str, x: Any) -> None:
     """Refuse what cannot be called or is a class, and a loss or miner that gathers or holds one that does."""
     if isinstance(x, type):
         raise ValueError(

@@ -74,9 +74,8 @@ def roles_of(loss: Any, shared: Collection[str] | None, batch_dim: Mapping[str, 
             "DistributedLoss: shared is the set of the arguments that are equal on every rank, such as {'prototypes'}, got "
             f"{shared!r}."
         )
-    if not isinstance(dims, Mapping) or not all(
-        isinstance(k, str) and is_integer(x, at_least=0) for k, x in dims.items()
-    ):
+    are_dims = isinstance(dims, Mapping) and all(is_integer(x, at_least=0) for x in dims.values())
+    if not are_dims or not all(isinstance(name, str) for name in dims):
         raise ValueError(
             "DistributedLoss: batch_dim is the dimension that counts samples, 0 or more, by the name of the argument, such "
             f"as {{'views': 1}}, got {batch_dim!r}."

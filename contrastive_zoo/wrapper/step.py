@@ -23,7 +23,7 @@ from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
 from contrastive_zoo.ranks.differences import copies_difference, failing_together
 from contrastive_zoo.ranks.fingerprint import REPEATED, equal_arguments
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, reserve_payload, shake_hands
-from contrastive_zoo.ranks.messages import report
+from contrastive_zoo.ranks.messages import report, reported
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import draw_from_generators, generators_kept, one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
@@ -31,7 +31,7 @@ from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.suggestions import warn_once
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
 from contrastive_zoo.ranks.world import Shards
-from contrastive_zoo.wrapper.call_history import JOINED, CallHistory, join_problem
+from contrastive_zoo.wrapper.call_history import CallHistory, join_problem
 from contrastive_zoo.wrapper.loss_call import NOT_WHOLE, LossCall
 from contrastive_zoo.wrapper.roles import NO_ROLES, role_problem, row_numbers_problem
 
@@ -78,7 +78,6 @@ class DistributedStep(ABC):
         return max(1, min(_SAMPLES // self.session.size, _SAMPLE_BYTES // of_row))
 
     def compute(self) -> Any:
-        """Return what the loss returns."""
         history, session = self.history, self.session
         history.enter(session.state)
         try:
@@ -106,11 +105,8 @@ class DistributedStep(ABC):
         of_sample = self.few * sum(map(row_bytes, self.rows.values())) if history.due else 0
         reserve_payload(agreed.needed if of_all else of_sample, session)
         self.session = session = replace(session, opened=agreed.number)
-        try:
+        with reported(session):
             value = self.value(agreed, plan)
-        except BaseException as error:
-            report(error, session)
-            raise
         history.look_at_values(self.name, session.findings, positives=self.options.check_finite)
         if of_all and self.options.check_equal:
             history.remember_value(value)
@@ -152,14 +148,14 @@ class DistributedStep(ABC):
 
     def _problem(self, statement: Statement) -> str | None:
         history = self.history
-        problem = history.values_problem() if history.checks else None
+        problem = history.values_problem()
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and in_backward():
             problem = problem or COMPUTED_AGAIN
         problem = problem or statement.problem or (None if history.calls else self.modules.lazy_problem())
         problem = problem or (first_non_finite(self.rows) if self.session.check_finite else None)
         problem = problem or (None if self.observer is None else self.observer.problem(self.rows))
-        return problem or (join_problem() if JOINED else None)
+        return problem or join_problem()
 
     def all_or_none(self, compute: Callable[[], Any]) -> Any:
         """The value of a user's loss, by rank 0's random numbers; with a state it fails on all ranks or on none."""

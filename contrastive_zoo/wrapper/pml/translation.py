@@ -17,17 +17,10 @@ from contrastive_zoo.wrapper.pml.table import LOSSES, NoExactTranslation, epsilo
 
 
 def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
-    """Return this library's loss with the same formula, settings and weights.
+    """Return this library's loss with the same formula, settings and weights. A few miners are options of such losses.
 
     Proxies [C, d] and a learnt β are the parameters of ``loss`` itself. Its ``W`` or ``fc`` [d, C k] is copied to the
     parameter ``weights``, [C, d] or [C, k, d] with k centres of a class. Give the optimizer the result's parameters.
-
-    Args:
-        loss: a loss of pytorch-metric-learning.
-        miner: the miner of that loss; a few miners are options of this library's losses.
-
-    Raises:
-        ValueError: there is no exact translation, with the reason.
 
     Examples:
         >>> native = to_native(losses.TripletMarginLoss(0.2), miners.BatchHardMiner())
