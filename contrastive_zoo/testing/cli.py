@@ -37,15 +37,16 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json", help="Write the result to this file as JSON; - for the output.", callback=_writable),
 ]
+Target = Annotated[
+    str, typer.Argument(help="A loss of contrastive_zoo, module:LossClass, or module:function that returns a loss.")
+]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="name=value for the loss; repeat the option.")]
 WorldSizes = Annotated[list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes: -W 1 2 4.")]
 
 
 @app.command()
 def check(
-    target: Annotated[
-        str, typer.Argument(help="module:function that returns a loss, module:LossClass, or a loss of contrastive_zoo.")
-    ],
+    target: Target,
     world_size: WorldSizes = None,
     examples: Annotated[int, typer.Option(help="Number of global batches to test.", min=1)] = 30,
     trainer: Annotated[
@@ -130,9 +131,7 @@ SEVERAL = 32  # tokens, candidates or views of a sample in a call that is explai
 
 @app.command("explain")
 def explain_step(
-    target: Annotated[
-        str, typer.Argument(help="A loss of contrastive_zoo, module:LossClass, or module:function that returns a loss.")
-    ],
+    target: Target,
     rows: Annotated[int, typer.Option(help="Samples of each process.", min=1)] = 256,
     width: Annotated[int, typer.Option(help="Features of an embedding.", min=1)] = 128,
     world_size: Annotated[int, typer.Option("--world-size", "-W", help="Number of processes.", min=1)] = 1,
