@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction
 from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul_rounding, sum_dtype
-from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
+from contrastive_zoo.engine.softmax_arithmetic import LOG2E, cross_entropy
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 
 Comparison = Literal["rows", "rows and columns", "views"]
@@ -36,15 +36,15 @@ def small_batch_info_nce(
 
     Rows ``batch.local_slice`` of either side get a gradient, others zeros: a rank that computes all needs that of its own.
     """
-    scale, is_learnt = _scale(temperature), isinstance(temperature, Tensor)
+    scale, is_learnt, bits = _scale(temperature), isinstance(temperature, Tensor), 1.0
     terms: Callable[[Tensor], Terms]
     if isinstance(scale, float) and scale <= LARGEST_SCALE and a.is_cpu:  # where an exponential takes time
         overwrite = batch.local_slice is None or not is_learnt
-        terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=overwrite)
+        terms, bits = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=overwrite), LOG2E
     else:
         terms = partial(softmaxes, comparison=comparison)
     sides, views = 2 if comparison == "rows and columns" else 1, comparison == "views"
-    return _computed(batch, a, b, temperature, scale, None, reduction, terms, views=views, sides=sides)
+    return _computed(batch, a, b, temperature, scale, None, reduction, terms, views=views, sides=sides, bits=bits)
 
 
 def small_batch_siglip(
@@ -64,14 +64,15 @@ class _How(NamedTuple):
     mean: bool
     local_slice: slice | None
     learns: bool  # a leaf may have requires_grad under no_grad, too
+    bits: float  # by which logits are multiplied for ``terms``
 
 
 def _computed(
     batch: Batch, a: Tensor, b: Tensor, temperature: float | Tensor, scale: float | Tensor, bias: float | Tensor | None,
-    reduction: Reduction, terms: Callable[[Tensor], Terms], *, views: bool = False, sides: int = 1,
+    reduction: Reduction, terms: Callable[[Tensor], Terms], *, views: bool = False, sides: int = 1, bits: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Return the mean over rows of the losses that ``terms`` returns, or their sum over ``sides`` directions."""
-    how = _How(scale, terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled())
+    how = _How(scale, terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled(), bits)
     if a.is_cpu and not torch.is_autocast_enabled("cpu"):  # a context takes as long as a matmul here
         return _SmallBatch.apply(a, b, temperature, bias, how)
     rounding = None if a.is_cpu else a.dtype  # there matmuls take unit embeddings, which are not rounded
@@ -97,7 +98,7 @@ class _SmallBatch(Function):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, temperature: float | Tensor, bias: float | Tensor | None, how: _How
     ) -> Tensor:
-        scale, terms, views, sides, mean, local_slice, learns = how
+        scale, terms, views, sides, mean, local_slice, learns, bits = how
         rows = torch.cat([a, b])
         rows = rows.float() if rows.dtype.itemsize < 4 else rows
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
@@ -110,9 +111,9 @@ class _SmallBatch(Function):
         q, k = (z, z) if views else z.chunk(2)
         if is_narrow:
             (x, y), (of_x, of_y) = ((rows, rows), (divisor, divisor)) if views else (rows.chunk(2), divisor.chunk(2))
-            logits = _scaled_products(x, y, scale).div_(of_x).div_(of_y.T)
+            logits = _scaled_products(x, y, scale * bits).div_(of_x).div_(of_y.T)
         else:
-            logits = _scaled_products(q, k, scale)
+            logits = _scaled_products(q, k, scale * bits)
         losses, weights = terms(logits if bias is None else logits + bias)
         drows = None
         if learns and any(ctx.needs_input_grad):
@@ -123,7 +124,7 @@ class _SmallBatch(Function):
                 # each pair is in a row of either side, or in two rows of two views
                 ctx.dtemperature = _read_on_cpu(radial.sum()) * (-scale * scale / 2)
             elif ctx.needs_input_grad[2]:
-                ctx.dtemperature = _read_on_cpu((w * logits).sum()) * (-scale / (count * (2 if views else 1)))
+                ctx.dtemperature = _read_on_cpu((w * logits).sum()) * (-scale / (bits * count * (2 if views else 1)))
             if ctx.needs_input_grad[3]:
                 ctx.dbias = _read_on_cpu(w.sum()) / count
             if has_zero_row:
@@ -166,9 +167,9 @@ def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None
 
 
 def softmaxes_by_one_exponential(logits: Tensor, comparison: Comparison, *, overwrite: bool) -> Terms:
-    """Return cross-entropies of logits of at most 40: one exponential serves rows and columns, and both passes."""
+    """Return cross-entropies of logits in bits, up to 40 nats: one exponential serves all sums, and both passes."""
     views = comparison == "views"
-    e = logits.exp_() if overwrite else logits.exp()
+    e = logits.exp2_() if overwrite else logits.exp2()
     of_pairs = _of_pairs(e, views=views)
     positive = of_pairs.clone()
     of_pairs.zero_()  # the sums leave the positive out, so that it cancels nowhere
@@ -195,7 +196,7 @@ def softmaxes(logits: Tensor, comparison: Comparison) -> Terms:
     if views:  # a finite number, whose product with the weight 0 is 0
         logits.fill_diagonal_(torch.finfo(logits.dtype).min)
     shares = torch.log_softmax(torch.stack([logits, logits.T]) if both else logits, -1)
-    w = shares.exp()
+    w = (shares * LOG2E).exp2_()
     of_pairs = _of_pairs(w, views=views)
     of_pairs.zero_()  # the sums leave the positive out, so that it cancels nowhere
     others = w.sum(-1).view_as(of_pairs)

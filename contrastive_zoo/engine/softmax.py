@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul, matmul_rounding, without_autocast
-from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window, statistics
+from contrastive_zoo.engine.softmax_arithmetic import LOG2E, ShiftedSums, log_sum_exp, shift_window, statistics
 from contrastive_zoo.engine.softmax_sweep import Partners, Pass, SoftmaxSweep, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
@@ -106,7 +106,7 @@ class _LogSumExp(Function):
         largest = sweep.largest_logit(rows, columns, ctx.scale)
         rows = sweep.row_factors(rows)
         # neither a logit up to the largest nor a sum of many overflows
-        shifted = [] if largest is None else [ShiftedSums(max(0.0, largest - shift_window(rows.dtype)[1]))]
+        shifted = [] if largest is None else [ShiftedSums(LOG2E * max(0.0, largest - shift_window(rows.dtype)[1]))]
         for ctx.arithmetic in (*shifted, sweep.exact_sums):
             tiles: list[Tensor | None] = []  # frees the tiles that lost precision before others are made
             ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))

@@ -1,7 +1,10 @@
 """Cross-entropies from log-sum-exps, and the exponentials of a tile: shifted by one number, or each row by its own maximum.
 
 ``transform`` changes a tile of logits in place, ``add`` accumulates it over a dimension, ``log`` turns accumulators into
-log-sum-exps, ``coefficients`` prepares their :func:`statistics` for ``weights``, which computes G of a tile.
+log-sum-exps in nats, ``coefficients`` prepares their :func:`statistics` for ``weights``, which computes G of a tile.
+
+Logits of a tile are in bits, log₂ e times those in nats: on a CPU with MKL ``torch.exp2`` takes a quarter of the time of
+``torch.exp``, and a hundredth where results are denormal, as at a temperature of 0.01.
 """
 
 import functools
@@ -15,6 +18,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.implementation import is_dense
+
+LOG2E = math.log2(math.e)
 
 
 def smooths(label_smoothing: object) -> bool:
@@ -65,9 +70,9 @@ def statistics(total: Tensor, gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShiftedSums:
-    """Accumulate sums of exp(s − u), with one exponential for rows, columns and both passes.
+    """Accumulate sums of 2^(s − u), with one exponential for rows, columns and both passes.
 
-    G = exp(S − u) · (g_i / r_i + h_j / c_j) with the sums r and c, whose logarithms have an error of 4e-6 in float32.
+    G = 2^(S − u) · (g_i / r_i + h_j / c_j) with the sums r and c, whose logarithms have an error of 4e-6 in float32.
     """
 
     u: float
@@ -76,7 +81,7 @@ class ShiftedSums:
         return like.new_zeros(count)
 
     def transform(self, s: Tensor, *, diagonal: bool) -> None:
-        (s.sub_(self.u) if self.u else s).exp_()
+        (s.sub_(self.u) if self.u else s).exp2_()
 
     def add(self, total: Tensor, e: Tensor, dim: int) -> None:
         total += e.sum(dim)
@@ -85,7 +90,7 @@ class ShiftedSums:
         return functools.reduce(torch.add, parts)
 
     def log(self, total: Tensor) -> Tensor:
-        return total.log() + self.u
+        return (total.log2() + self.u) / LOG2E
 
     def coefficients(self, statistics: Tensor) -> Tensor:
         total, gradient = statistics.unbind(1)
@@ -104,26 +109,29 @@ class ExactSums:
         return like.new_full((count,), -torch.inf)
 
     def transform(self, s: Tensor, *, diagonal: bool) -> None:
-        if diagonal:  # s_ij and s_ji may differ in their last bit: of large logits exp(s_ij − c_j) may then exceed 1
+        if diagonal:  # s_ij and s_ji may differ in their last bit: of large logits 2^(s_ij − c_j) may then exceed 1
             s.triu_().add_(s.T.clone().tril_(-1))
 
     def add(self, total: Tensor, s: Tensor, dim: int) -> None:
-        torch.logaddexp(total, s.logsumexp(dim), out=total)
+        top = s.amax(dim, keepdim=True)
+        top.masked_fill_(top == -torch.inf, 0)
+        sums = (s - top).exp2_().sum(dim)
+        torch.logaddexp2(total, sums.log2_().add_(top.squeeze(dim)), out=total)
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack([*parts]).logsumexp(0)
+        return functools.reduce(torch.logaddexp2, parts)
 
     def log(self, total: Tensor) -> Tensor:
-        return total
+        return total / LOG2E
 
     def coefficients(self, statistics: Tensor) -> Tensor:
         log_sum_exp, gradient = statistics.unbind(1)
-        # exp(s − inf) = 0 for an empty sum, where −inf would give NaN
+        # 2^(s − inf) = 0 for an empty sum, where −inf would give NaN
         return torch.stack([log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf), gradient], 1)
 
     def weights(self, s: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor) -> Tensor:
-        torch.sub(s, rows[:, :1], out=out).exp_().mul_(rows[:, 1:])
-        return out if columns is None else out.addcmul_((s - columns[:, 0]).exp_(), columns[:, 1])
+        torch.sub(s, rows[:, :1], out=out).exp2_().mul_(rows[:, 1:])
+        return out if columns is None else out.addcmul_((s - columns[:, 0]).exp2_(), columns[:, 1])
 
 
 def shift_window(dtype: torch.dtype) -> tuple[float, float]:

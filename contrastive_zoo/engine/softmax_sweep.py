@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, RankBlock, Ring, Sweep, merge_at_owners
-from contrastive_zoo.engine.softmax_arithmetic import ExactSums, shift_window
+from contrastive_zoo.engine.softmax_arithmetic import LOG2E, ExactSums, shift_window
 from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_scratch, tiles
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
@@ -116,8 +116,8 @@ class SoftmaxSweep(Sweep):
         self, out: Tensor, left: Operand, right: Operand, scale: float | Tensor, i: slice, j: slice,
         excluded: Tensor | None, *, local: bool, diagonal: bool,
     ) -> None:  # fmt: skip
-        """Write scaled products of rows i and columns j into ``out``; −inf where a sum leaves them out."""
-        a, b = left[i], right[j]
+        """Write logits of rows i and columns j, in bits, into ``out``; −inf where a sum leaves them out."""
+        a, b, scale = left[i], right[j], scale * LOG2E
         if a.inverse is not None:  # long embeddings' products may overflow if they are scaled before
             torch.mm(a.rows, b.rows.T, out=out)
             Operand(a.rows, scale * a.inverse).normalize(out, b)
