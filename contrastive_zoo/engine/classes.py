@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.softmax_arithmetic import smooths
 from contrastive_zoo.engine.tiling import block_rows, by_blocks
@@ -71,7 +72,7 @@ class ClassPairs:
                 s = s.where(s <= limits[0][:, None], s * (harder[1] + s))
             if smoothed:
                 similarities.append(s.sum(1) - of_target(s))
-            negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
+            negatives = masked_log_sum_exp(scale * s, ~hit, empty=torch.finfo(s.dtype).min)
             return torch.stack([negatives, *similarities], 1)
 
         batch, rows, is_whole = self.batch, [*self._compared], self.class_shards is None
@@ -119,11 +120,10 @@ class ClassPairs:
         def on_block(
             centers: Tensor, classes: Tensor, rows: Tensor, targets: Tensor, shift: Tensor, scale: Tensor
         ) -> Tensor:
-            s = _similarities(rows, centers)[..., 0]
-            hit = targets[:, None] == classes
-            lowest = torch.finfo(s.dtype).min
-            positive = torch.logsumexp((-scale * (s - shift)).masked_fill(~hit, lowest), 0)
-            return torch.stack([positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)], 1)
+            s = _similarities(centers[:, 0], rows[:, None])[..., 0]
+            hit, lowest = classes[:, None] == targets, torch.finfo(s.dtype).min
+            positive = masked_log_sum_exp(-scale * (s - shift), hit, empty=lowest)
+            return torch.stack([positive, masked_log_sum_exp(scale * (s + shift), ~hit, empty=lowest)], 1)
 
         batch, labels, z = self.batch, self.targets, self.embeddings
         classes = torch.arange(len(self.centers), device=z.device)

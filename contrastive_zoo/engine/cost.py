@@ -272,7 +272,7 @@ class Classes(NamedTuple):
     rows: Names
     classes: int
     each: int = 1  # weight vectors of a class
-    matrices: float = 5.2  # as large as a block's similarities that the loss makes, of which three are kept
+    matrices: float = 4.2  # as large as a block's similarities that the loss makes, of which three are kept
     drawn: int | None = None  # how many of the classes a step draws, or those of all samples if these are more
     # of sharded weights: how many numbers of an embedding ranks add up, and whether each has a limit, which is gathered
     sums: int = 1

@@ -64,7 +64,7 @@ class _How(NamedTuple):
     mean: bool
     local_slice: slice | None
     learns: bool  # a leaf may have requires_grad under no_grad, too
-    bits: float  # by which logits are multiplied for ``terms``
+    bits: float  # a factor of the logits that ``terms`` takes: 1, or from nats to bits
 
 
 def _computed(
@@ -111,9 +111,9 @@ class _SmallBatch(Function):
         q, k = (z, z) if views else z.chunk(2)
         if is_narrow:
             (x, y), (of_x, of_y) = ((rows, rows), (divisor, divisor)) if views else (rows.chunk(2), divisor.chunk(2))
-            logits = _scaled_products(x, y, scale * bits).div_(of_x).div_(of_y.T)
+            logits = _scaled_products(x, y, scale, bits).div_(of_x).div_(of_y.T)
         else:
-            logits = _scaled_products(q, k, scale * bits)
+            logits = _scaled_products(q, k, scale, bits)
         losses, weights = terms(logits if bias is None else logits + bias)
         drows = None
         if learns and any(ctx.needs_input_grad):
@@ -147,10 +147,10 @@ class _SmallBatch(Function):
         return *gradients, None
 
 
-def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
-    if isinstance(scale, Tensor):
+def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor, bits: float) -> Tensor:
+    if isinstance(scale, Tensor):  # of logits in nats
         return torch.mm(q, k.T).mul_(scale)
-    return q.new_empty(q.shape[0], k.shape[0]).addmm_(q, k.T, beta=0, alpha=scale)
+    return q.new_empty(q.shape[0], k.shape[0]).addmm_(q, k.T, beta=0, alpha=scale * bits)
 
 
 def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None, views: bool, count: int) -> Tensor:
@@ -196,7 +196,7 @@ def softmaxes(logits: Tensor, comparison: Comparison) -> Terms:
     if views:  # a finite number, whose product with the weight 0 is 0
         logits.fill_diagonal_(torch.finfo(logits.dtype).min)
     shares = torch.log_softmax(torch.stack([logits, logits.T]) if both else logits, -1)
-    w = (shares * LOG2E).exp2_()
+    w = (shares * LOG2E).exp2_() if shares.is_cpu else shares.exp()
     of_pairs = _of_pairs(w, views=views)
     of_pairs.zero_()  # the sums leave the positive out, so that it cancels nowhere
     others = w.sum(-1).view_as(of_pairs)

@@ -107,7 +107,7 @@ class ClassLoss(LabelledLoss, engine="classes"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         classes, each = self.num_classes if self.sharded else len(self.weights), self.weights.shape[1:-1].numel()
         learnt = stated.learnt(*(name for name in self._checks if name != "temperature"))
-        compared = Classes(["embeddings"], classes, each, matrices=5.2 if each == 1 else 4)  # fewer after the maximum
+        compared = Classes(["embeddings"], classes, each, matrices=4.2 if each == 1 else 4)  # fewer after the maximum
         return [*map(Shared, learnt), *super().entries(stated), compared]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
@@ -166,7 +166,8 @@ class ShardableClassLoss(ClassSoftmax, Averages):
         *others, compared = super().entries(stated)
         assert isinstance(compared, Classes)
         drawn, sums = self._drawn(stated.settings, compared.classes), 1 + smooths(stated.settings.label_smoothing)
-        return [*others, compared._replace(drawn=drawn, sums=sums, limits=self.has_limits)]
+        matrices = compared.matrices + 2.2 * self.has_limits  # those of the harder classes
+        return [*others, compared._replace(matrices=matrices, drawn=drawn, sums=sums, limits=self.has_limits)]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         pairs = super().pairs(batch, **how)
