@@ -19,6 +19,7 @@ from contrastive_zoo.ranks.world import Processes, World
 
 _QUERIES = 1024  # largest number of queries of a round that counts all positions
 _PAIRS = 2**20  # largest number of relevant pairs of such a round, unless one query has more
+_PAIR_COST = 128  # a pair's score by itself takes as long as so many in a matmul
 _AT_ONCE = 256  # queries that are compared with a block of items at once where every score is needed
 
 
@@ -158,7 +159,7 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     """Return the places of all relevant items: owners send scores round, ranks count what is higher or equal."""
     question, rows = relevance.question(block), block.gathered(queries)
     pairs = relevance.pairs(question)
-    scores = gallery.pair_scores(rows, pairs.query, pairs.position[:, None])[:, 0]
+    scores = _pair_scores(gallery, question, rows, pairs.query, pairs.position)
     parts = block.answered_unevenly(pairs.query, scores, pairs.grade)
     query, score, grade = (torch.cat(x).numpy() for x in zip(*parts, strict=True))
     order = np.lexsort((grade, -score, query))
@@ -173,6 +174,24 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     levels = Levels(query[first], higher, tied, parts_of(first, len(query)))
     relevant = levels.runs(grade, np.ones(len(query), dtype=np.int64))
     return Ranking(relevant, _of_round(totals, block), relevance.queries[block.local].numpy())
+
+
+def _pair_scores(
+    gallery: Gallery, question: Question, queries: Float[Tensor, "g d"], query: Tensor, position: Tensor
+) -> Float[Tensor, " p"]:
+    """Return the exact scores of pairs, which are ordered by query; none is excluded."""
+    if len(query) * _PAIR_COST < len(queries) * len(gallery):
+        return gallery.pair_scores(queries, query, position[:, None])[:, 0]
+    scores = torch.empty(len(query), dtype=torch.float64)
+    for some in torch.arange(len(queries)).split(_AT_ONCE):
+        first, last = torch.searchsorted(query, torch.stack([some[0], some[-1] + 1])).tolist()
+        order = position[first:last].argsort()
+        ordered = position[first:last][order]
+        for start, of_block in gallery.score_blocks(queries[some], question.excluded[some]):
+            left, right = torch.searchsorted(ordered, torch.tensor([start, start + of_block.shape[1]])).tolist()
+            here = first + order[left:right]
+            scores[here] = of_block[query[here] - some[0], position[here] - start]
+    return scores
 
 
 def _counts_at(
