@@ -20,6 +20,7 @@ NAMES_ELSEWHERE = {
     "centersperclass": "sub_centers",
     "criterion": "loss",
     "debiased": "HCL",
+    "distributedlosswrapper": "DistributedLoss",
     "featdim": "embedding_size",
     "features": "embeddings",
     "group": "process_group",
