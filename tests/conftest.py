@@ -78,7 +78,8 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     marker, drawn = request.node.get_closest_marker("path"), crc32(request.node.nodeid.encode()) % 2
     name = marker.args[0] if marker else ["engines", "users"][drawn ^ EVERY_CASE]
-    smallest = {(plan, "SMALL_MATRIX"), (plan, "SMALL_ON_ACCELERATORS"), (precision, "SMALL_ELEMENTS")}
+    smallest = {(plan, "SMALL_MATRIX"), (plan, "SMALL_PLAIN"), (precision, "SMALL_ELEMENTS")}
+    smallest |= {(plan, "SMALL_ON_ACCELERATORS")}
     with ExitStack() as stack:
         for module, constant in smallest if name == "engines" else ():
             stack.enter_context(patch.object(module, constant, -1))

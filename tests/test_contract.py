@@ -161,6 +161,7 @@ def test_each_invariant_catches_its_mutant(invariant, ranks: str, impatient: Wor
 def test_a_validation_step_does_no_work_for_gradients(entry: Entry, few, monkeypatch) -> None:
     """Leaves still say that they need a gradient under ``no_grad``."""
     monkeypatch.setattr(plan, "SMALL_MATRIX", few)
+    monkeypatch.setattr(plan, "SMALL_PLAIN", few)
     rows = whole_batch(entry.case(), GlobalBatch((6,), d=3, seed=1))
 
     def operations(*, leaves: bool) -> list[str]:

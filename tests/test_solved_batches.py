@@ -165,7 +165,7 @@ PATHS: dict[str, Callable[[], list[Any]]] = {
     "tiled": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(0)],
     "cached": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(2**30)],
     "a maximum for each row": lambda: [patch.object(softmax.SoftmaxSweep, "lost_precision", lambda *_: True)],
-    "small": lambda: [patch.object(plan, "SMALL_MATRIX", 2**24)],
+    "small": lambda: [patch.multiple(plan, SMALL_MATRIX=2**24, SMALL_PLAIN=2**24)],
     "dense": lambda: [cz.engine.plain_formulas()],
 }
 

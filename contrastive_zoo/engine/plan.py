@@ -22,10 +22,12 @@ SMALL_BATCH = 2**28
 
 PER_SIMILARITY = 64  # multiplications that take as long as one similarity's exponential, sums and weights
 
-SMALL_MATRIX = 2**18
-"""Similarities up to which operations on the whole matrix are quicker than tiles on a CPU at every temperature. At 2**20
-they take 0.8 of the time of tiles at temperature 0.07, but twice the time at 0.01."""
+SMALL_MATRIX = 2**19
+"""Similarities up to which one operator on the whole matrix is quicker than tiles on a CPU at every temperature. At 2**20
+it takes 0.8 of the time of tiles at temperature 0.07, but up to 1.8 times as long at 0.01."""
 
+SMALL_PLAIN = 2**15
+"""Similarities up to which the plain formula is quicker than tiles on a CPU: 0.8 of the time at 64², 1.4 to 2.3 at 500²."""
 
 SMALL_ON_ACCELERATORS = LARGEST_MATRIX**2
 """The same on an accelerator, where Triton kernels are quicker from here on."""
@@ -125,7 +127,7 @@ Tensors = tuple[tuple[str, Shards, torch.Size, torch.dtype], ...]
 
 def planned(caller: str, needs: Needs, tensors: Tensors, **known: Any) -> Plan:
     """Return what :func:`choose` returns, which is computed once for the same call; ``known`` are of a situation."""
-    return _planned(caller, needs, tensors, (SMALL_BATCH, SMALL_MATRIX, SMALL_ON_ACCELERATORS), **known)
+    return _planned(caller, needs, tensors, (SMALL_BATCH, SMALL_MATRIX, SMALL_PLAIN, SMALL_ON_ACCELERATORS), **known)
 
 
 @functools.lru_cache(maxsize=256)
@@ -204,13 +206,11 @@ def _arithmetic(caller: str, needs: Needs, situation: Situation, work: Work) -> 
             why = "use_implementation('triton')" if kernels.always else f"{of} (more than {LARGEST_MATRIX:,}²)"
             return "kernel", why, kernels.warning
         warning = kernels.warning
-    largest = SMALL_MATRIX if situation.on_cpu else SMALL_ON_ACCELERATORS
-    if work != "own anchors" and pairs <= largest:
-        why = f"{of} (at most {math.isqrt(max(0, largest)):,}²) are held whole"
-        if needs.one_operator:
-            return "one operator", why, warning
-        if needs.engine == "softmax":
-            return "plain", why, warning
+    arithmetic: Arithmetic = "one operator" if needs.one_operator else "plain"
+    small_on_cpu = SMALL_MATRIX if needs.one_operator else SMALL_PLAIN
+    largest = small_on_cpu if situation.on_cpu else SMALL_ON_ACCELERATORS
+    if work != "own anchors" and pairs <= largest and (needs.one_operator or needs.engine == "softmax"):
+        return arithmetic, f"{of} (at most {math.isqrt(max(0, largest)):,}²) are held whole", warning
     return "tiles", f"{of} are computed tile by tile", warning
 
 

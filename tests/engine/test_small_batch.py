@@ -57,7 +57,8 @@ ROWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 def path(name: str) -> Iterator[None]:
     most = -1 if name == "general" else 2**18
     on_cpu = (lambda x: False) if name == "accelerator" else devices.on_cpu
-    with patch.multiple(plan, SMALL_MATRIX=most, SMALL_ON_ACCELERATORS=most), patch.object(devices, "on_cpu", on_cpu):
+    limits = dict.fromkeys(("SMALL_MATRIX", "SMALL_PLAIN", "SMALL_ON_ACCELERATORS"), most)
+    with patch.multiple(plan, **limits), patch.object(devices, "on_cpu", on_cpu):
         yield
 
 

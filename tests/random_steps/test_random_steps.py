@@ -19,7 +19,8 @@ from tests.random_steps.losses import LOSSES, OF_ZOO, RINGS
 from tests.random_steps.rank import Action, play
 
 THRESHOLDS = {
-    "engine.plan.SMALL_MATRIX": (2**18, -1, 12),
+    "engine.plan.SMALL_MATRIX": (2**19, -1, 12),
+    "engine.plan.SMALL_PLAIN": (2**15, -1, 12),
     "engine.tiling.BLOCK_BYTES": (32 * 2**20, 64, 300),
     "engine.tiling.TILE_BYTES": (4 * 2**20, 64, 300),
     "engine.plan.SMALL_BATCH": (2**28, -1, 2**12),
