@@ -216,7 +216,9 @@ ANYWHERE: dict[str, Callable[..., Any]] = {
     "labels are missing … call loss": lambda w: w(cz.SupCon())(z(), *[y()] * last(0, 1)),
     "labels are classes 0 … 4, got 5": lambda w: w(cz.CrossBatchMemory(cz.BalSCL(5, 3), 8, 3))(z(), last(5, 1) * y()),
     "labels are classes, columns of … [4, 3], got 0 … 3": lambda w: w(cz.PaCo())(z(), last(3, 1) * y(), z()),
-    "keys have a label each: pass both or none": lambda w: w(cz.PaCo())(z(), y(), z(), *[z()] * last(1, 0)),
+    "keys and key_labels belong together: pass all or none, got keys.": lambda w: w(cz.PaCo())(
+        z(), y(), z(), *[z()] * last(1, 0)
+    ),
     "belong together: pass all or none, got negatives.": lambda w: w(cz.M3())(
         *[z()[:, None]] * 2, *[z()] * 4, **last({"negatives": z()[:, None]}, {})
     ),

@@ -183,8 +183,9 @@ class Batch:
         """Return the embeddings of all ranks, from which every rank computes the same: each gets the gradient of its own."""
         return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)
 
-    def products(self, *names: str, normalize: bool) -> Float[Tensor, "n M"]:
-        """Return dot products of the local embeddings of the first name and all ranks' embeddings of the others."""
+    def products(self, kind: str, *, normalize: bool) -> Float[Tensor, "n M"]:
+        """Return dot products of local embeddings, the first whose name ends so, and all ranks' of the other such names."""
+        names = [name for name in self.rows if name.endswith(kind)]
         first, *others = (self.prepared(self.rows[name], normalize=normalize) for name in names)
         shards = (self.shards[name] for name in names[1:])
         gathered = [all_gather(x, shards=of, process_group=self.world) for x, of in zip(others, shards, strict=True)]

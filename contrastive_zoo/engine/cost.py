@@ -229,13 +229,14 @@ class Tokens(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Dot products of local embeddings, of the first name, and those of all ranks, held as a matrix."""
+    """Dot products of local embeddings, the first whose name ends so, and those of all ranks, held as a matrix."""
 
-    names: Names
+    kind: str
 
     def note(self, to: Ledger) -> None:
-        for name in self.names[1:]:
-            of = to.prepare(self.names[:1], [name])
+        first, *others = (name for name in to.rows if name.endswith(self.kind))
+        for name in others:
+            of = to.prepare([first], [name])
             to.to_all("gather of candidates", of.largest * of.row)
             to.give_back("gradients of candidates", of, of.row, backward=True)
             to.flop += 6 * of.width * of.pairs

@@ -1,5 +1,6 @@
 """Softmax or sigmoid over pairs: of views, of two towers, and of labelled embeddings."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,29 +85,33 @@ class ViewPairs(_Pairs):
         return others, torch.stack([torch.stack(x) for x in of_view], 1).flatten(1)
 
 
-def sums_over_other_samples(
+def means_over_other_samples(
     batch: Batch, temperature: float | Tensor, normalize: bool, *, two_towers: bool
-) -> tuple[float | Tensor, Float[Tensor, "2 n"], Float[Tensor, "..."]]:
-    """Return t, log-sum-exps of both views' z_i·z_k / t over other samples, and the logits of positives, which broadcast.
+) -> tuple[float | Tensor, Float[Tensor, "2 n"], Tensor | float]:
+    """Return t, logarithms of both views' means of exp(z_i·z_k / t) over other samples, 0 without any; positives' logits.
 
-    Of two towers only the other one's embeddings are compared. t may be the local embeddings', [2, n], or samples', [1, n].
+    Of two towers only the other one's embeddings are compared, and their logits are those less the positive's, which is
+    then 0. t may be the local embeddings', [2, n], or samples', [1, n].
     """
+    t: float | Tensor
     if isinstance(temperature, Tensor) and temperature.ndim == 2:
         a, b = TowerPairs(batch, 1.0, normalize).rows
-        t, samples, sums = temperature.to(a), batch.samples, list[Tensor]()
+        of_views, samples, others = temperature.to(a), batch.samples, list[Tensor]()
         how: Any = {"scale": 1.0, "columnwise": False, "world": batch.world, "arithmetic": batch.plan.arithmetic}
-        for x, other, of_view in ((a, b, t[0]), (b, a, t[-1])):
+        for x, other, of_view in ((a, b, of_views[0]), (b, a, of_views[-1])):
             columns, offsets = ([other], [0]) if two_towers else ([a, b], [0, len(a)])
             how |= {"row_shards": samples, "column_shards": samples.times(len(columns)), "partners": Partners(offsets)}
-            sums.append(log_sum_exps(x / of_view[:, None], torch.cat(columns), **how)[0])
-        return t, torch.stack(sums), (a * b).sum(1) / t
-    if two_towers:
+            others.append(log_sum_exps(x / of_view[:, None], torch.cat(columns), **how)[0])
+        t, sums, positive = of_views, torch.stack(others), (a * b).sum(1) / of_views
+    elif two_towers:
         towers = TowerPairs(batch, temperature, normalize)
         *both, positive = (x for x in towers.sums(symmetric=True) if x is not None)
-        return 1 / towers.scale, torch.stack(both), positive
-    views = ViewPairs(batch, temperature, normalize)
-    of_views, positives = views.sums()
-    return 1 / views.scale, of_views.view(2, -1), positives.view(2, -1)
+        t, sums = 1 / towers.scale, torch.stack(both)
+    else:
+        views = ViewPairs(batch, temperature, normalize)
+        t, (sums, positive) = 1 / views.scale, (x.view(2, -1) for x in views.sums())
+    means = sums - math.log(max(1, batch.total - 1)) - (positive if two_towers else math.log(2))
+    return t, means.masked_fill(means == -torch.inf, 0), 0.0 if two_towers else positive
 
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]

@@ -61,6 +61,11 @@ class Inputs:
         """Return the inputs of a call, some of whose arguments may be None."""
         return cls({name: x for name, x in rows.items() if x is not None}, problem, **more)
 
+    def plus(self, rows: Mapping[str, Tensor | None], problem: str | None) -> "Inputs":
+        """Return the inputs with further arguments, some of which may be None, and what is wrong with these."""
+        present = {name: x for name, x in rows.items() if x is not None}
+        return replace(self, rows={**self.rows, **present}, problem=self.problem or problem)
+
 
 @dataclass
 class CallInputs:
@@ -179,8 +184,10 @@ class Loss(Settings, nn.Module):
 
     check_finite: bool = True
 
-    engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel`` and ``matrices``, a keyword of the class
+    # what computes it; like ``has_kernel``, ``matrices`` and ``no_ring``, a keyword of the class
+    engine: ClassVar[Engine] = "other"
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
+    no_ring: ClassVar[str | None] = None  # why candidates cannot pass from rank to rank, if its engine does not say so
     # as large as the scores, of a block or of all embeddings, that it makes at once: ``explain`` counts them
     matrices: ClassVar[float] = USUAL_MATRICES
     # the names of the tensors that are compared, anchors and candidates; all embeddings with all if None
@@ -190,13 +197,21 @@ class Loss(Settings, nn.Module):
     row_indices: ClassVar[tuple[str, ...]] = ()  # arguments whose values are indices of this rank's samples
 
     def __init_subclass__(
-        cls, *, engine: Engine | None = None, has_kernel: bool = False, matrices: float | None = None, **kwargs: Any
+        cls,
+        *,
+        engine: Engine | None = None,
+        has_kernel: bool = False,
+        matrices: float | None = None,
+        no_ring: str | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
         if engine is not None:
             cls.engine, cls.no_kernel = engine, None if has_kernel else Loss.no_kernel
         if matrices is not None:
             cls.matrices = matrices
+        if no_ring is not None:
+            cls.no_ring = no_ring
 
     def has_row_indices(self, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
         """Return whether a call brings :attr:`row_indices`, which only this rank can interpret."""
@@ -343,7 +358,7 @@ class Loss(Settings, nn.Module):
 
     def ring_problem(self) -> str | None:
         """Return why candidates cannot pass from rank to rank instead of being gathered, in words, or None."""
-        return NO_RING.get(self.engine)
+        return self.no_ring or NO_RING.get(self.engine)
 
     def local(self, arguments: Any) -> World:
         """Return a world of this process alone; warn once if other processes run, whose embeddings were not gathered."""

@@ -4,10 +4,10 @@
 import inspect
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import starmap
 from types import SimpleNamespace, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -93,6 +93,10 @@ class Bounds(NamedTuple):
 
 def is_number(x: object, **bounds: Any) -> bool:
     return Bounds(**bounds).hold(x)
+
+
+def are_numbers(x: object, **bounds: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(x, Sequence) and len(x) > 0 and all(is_number(number, **bounds) for number in x)
 
 
 def _holds_numbers(x: Tensor) -> bool:

@@ -208,6 +208,14 @@ def arguments_problem(kind: Any, args: Sequence[Any], named: Mapping[str, Any]) 
     return _shapes_problem(kind, {name: values[index] for name, index in names})
 
 
+def together_problem(**arguments: Tensor | None) -> str | None:
+    """Return that some of these arguments came without the others, in words, or None."""
+    passed = [name for name, x in arguments.items() if x is not None]
+    if len(passed) in (0, len(arguments)):
+        return None
+    return f"{' and '.join(arguments)} belong together: pass all or none, got {', '.join(passed)}."
+
+
 def candidates_problem(name: str, x: Tensor, *, at_least: int) -> str | None:
     """Return that each sample has too few candidates, of [n, k, d], in words, or None."""
     return None if x.shape[1] >= at_least else f"{name} are [n, k, d] with k >= {at_least}, got {described(x)}."

@@ -15,7 +15,7 @@ from contrastive_zoo.engine.cost import Entry, Member
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.loss_modules import is_plain
-from contrastive_zoo.loss_base.settings import is_number
+from contrastive_zoo.loss_base.settings import are_numbers, is_number
 from contrastive_zoo.loss_base.shapes import call_form, whole_arguments
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks import devices
@@ -166,8 +166,7 @@ class Matryoshka(_Composition):
     """
 
     def __init__(self, loss: Loss, dims: Sequence[int], *, weights: Sequence[float] | None = None) -> None:
-        listed = isinstance(dims, Sequence) and not isinstance(dims, (str, bytes))
-        if not listed or not dims or not all(is_number(m, low=1, whole=True) for m in dims):
+        if isinstance(dims, bytes) or not are_numbers(dims, low=1, whole=True):
             raise ValueError(f"Matryoshka: dims are one or more widths of at least 1, got {described(dims)}.")
         super().__init__([loss], len(dims), weights)
         self.loss, self.dims = loss, tuple(dims)

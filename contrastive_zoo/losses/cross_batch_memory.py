@@ -22,7 +22,7 @@ from contrastive_zoo.loss_base.loss_modules import is_plain, loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.shapes import arguments_problem, call_form
 from contrastive_zoo.loss_base.state import state_kept_on_error
-from contrastive_zoo.losses.memory_queue import MemoryQueue
+from contrastive_zoo.losses.memory_queue import NO_RING_OF_A_MEMORY, MemoryQueue
 from contrastive_zoo.losses.references import memory_problem
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.one_process import in_one_process
@@ -77,7 +77,7 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-class CrossBatchMemory(Loss):
+class CrossBatchMemory(Loss, no_ring=NO_RING_OF_A_MEMORY):
     """Compute ``loss`` against a memory M of earlier batches of all ranks; embeddings in M carry no gradient.
 
     - A loss of **labels** (SupCon, SINCERE, NCA, TupletMargin, BalSCL, any :class:`contrastive_zoo.RowLoss`,
@@ -222,9 +222,6 @@ class CrossBatchMemory(Loss):
         if self._way() == "sharded negatives":
             return needs._replace(engine=self.loss.engine, no_kernel=self.loss.no_kernel)  # type: ignore[attr-defined]  # a Loss
         return needs._replace(engine="rows" if self._is_own() else "other")
-
-    def ring_problem(self) -> str:
-        return "every rank holds the memory that it compares with, so a ring would save nothing"
 
     def split_reason(self) -> str | None:
         reductions = [getattr(x, "reduction", None) for x in self.modules()]

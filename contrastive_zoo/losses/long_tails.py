@@ -15,6 +15,7 @@ from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import NonNegative, Reduction, Smoothing, Temperature
+from contrastive_zoo.loss_base.shapes import together_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule, safe_index
 
 
@@ -118,7 +119,7 @@ class PaCo(Loss, engine="rows"):
     ) -> Inputs:
         rule = f"labels are classes, columns of the logits {described(logits)}"
         values = range_rule(labels, 0, logits.shape[1] - 1, lambda *ends: f"{rule}, got {ends[0]} … {ends[1]}.")
-        problem = "keys have a label each: pass both or none." if (keys is None) != (key_labels is None) else None
+        problem = together_problem(keys=keys, key_labels=key_labels)
         if keys is None or key_labels is None:
             keys, key_labels = embeddings[:0], labels[:0]
         rows = {"embeddings": embeddings, "labels": labels, "logits": logits}

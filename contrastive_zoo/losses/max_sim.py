@@ -1,7 +1,5 @@
 """Late interaction: MaxSim scores, with InfoNCE as ColBERT, or against the hardest document as ColPali."""
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -17,6 +15,7 @@ from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Constant, Reduction, Temperature
+from contrastive_zoo.loss_base.shapes import together_problem
 
 TokenReduction = Literal["sum", "mean"]
 
@@ -181,7 +180,7 @@ class MaxSimPairwise(LateInteractionLoss):
         return batch.reduce(losses, torch.full_like(losses, has_others, dtype=torch.bool), reduction=self.reduction)
 
 
-class M3(LateInteractionLoss, matrices=17.25):
+class M3(LateInteractionLoss, matrices=14.5, no_ring="the softmax of the sum of its scores is the target of each"):
     r"""Compute BGE-M3's loss of three kinds of scores, each of which also learns from their sum.
 
     With D the unit embeddings and X the lexical weights of all ranks' queries and documents, and S the scores of
@@ -243,39 +242,22 @@ class M3(LateInteractionLoss, matrices=17.25):
         negative_mask: Bool[Tensor, "m c"] | Int[Tensor, "m c"] | None = None,
     ) -> Inputs:
         tokens = LateInteractionLoss.inputs(queries, documents, query_mask, document_mask, negatives, negative_mask)
-        embeddings = {"query_embeddings": query_embeddings, "document_embeddings": document_embeddings}
-        weights = {"query_weights": query_weights, "document_weights": document_weights}
-        further = {"negative_embeddings": negative_embeddings, "negative_weights": negative_weights}
-        passed = [name for name, x in {"negatives": negatives, **further}.items() if x is not None]
-        if len(passed) in (1, 2):
-            words = "negatives, negative_embeddings and negative_weights"
-            return replace(tokens, problem=f"{words} belong together: pass all or none, got {', '.join(passed)}.")
-        return replace(tokens, rows=Inputs.of({**tokens.rows, **embeddings, **weights, **further}).rows)
-
-    def ring_problem(self) -> str:
-        return "the softmax of the sum of its scores is the target of each"
+        of_queries = {"query_embeddings": query_embeddings, "query_weights": query_weights}
+        of_documents = {"document_embeddings": document_embeddings, "document_weights": document_weights}
+        of_negatives = {"negative_embeddings": negative_embeddings, "negative_weights": negative_weights}
+        problem = together_problem(negatives=negatives, **of_negatives)
+        return tokens.plus({**of_queries, **of_documents, **of_negatives}, problem)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        return [*super().entries(stated), *map(Products, _dot_products(stated.inputs.rows))]
+        return [*super().entries(stated), Products("_embeddings"), Products("_weights")]
 
     def compute(self, batch: Batch) -> Tensor:
         settings, (multiple, _, is_own) = batch.settings, self.scores(batch)
-        embeddings, weights = _dot_products(batch.rows)
-        dense = batch.products(*embeddings, normalize=self.normalize)
-        products = torch.stack([dense, batch.products(*weights, normalize=False), multiple])
-        scores = batch.scale(settings.temperature) * products
-        log_shares, shares_of_sum = scores.log_softmax(2), _sum_of(scores, settings.lexical_weight).log_softmax(1)
-        one_hot = (1 - settings.distillation) / 4 * is_own.to(scores)
-        targets = one_hot + settings.distillation / 3 * shares_of_sum.detach().exp()
-        of_scores = _sum_of(targets * log_shares, settings.lexical_loss_weight)
-        return batch.reduce(-(of_scores + one_hot * shares_of_sum).sum(1), reduction=self.reduction)
-
-
-def _sum_of(three: Float[Tensor, "k ..."], lexical: float) -> Float[Tensor, "..."]:
-    dense, sparse, multiple = three
-    return dense + lexical * sparse + multiple
-
-
-def _dot_products(names: Iterable[str]) -> list[list[str]]:
-    """Return the names of embeddings and of weights: of queries, documents and, if there are some, negatives."""
-    return [[name for name in names if name.endswith(kind)] for kind in ("_embeddings", "_weights")]
+        dense = batch.products("_embeddings", normalize=self.normalize)
+        lexical = batch.products("_weights", normalize=False)
+        s1, s2, s3 = (x / settings.temperature for x in (dense, lexical, multiple))
+        of_each = s1.log_softmax(1) + settings.lexical_loss_weight * s2.log_softmax(1) + s3.log_softmax(1)
+        of_sum = (s1 + settings.lexical_weight * s2 + s3).log_softmax(1)
+        one_hot = (1 - settings.distillation) / 4 * is_own.to(of_sum)
+        targets = one_hot + settings.distillation / 3 * of_sum.detach().exp()
+        return batch.reduce(-(targets * of_each + one_hot * of_sum).sum(1), reduction=self.reduction)

@@ -21,6 +21,8 @@ from contrastive_zoo.ranks.session import agree, refuse
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
+NO_RING_OF_A_MEMORY = "every rank holds the memory that it compares with, so a ring would save nothing"
+
 
 class MemoryQueue(Settings, Stateful):
     """Store the last ``size`` embeddings of all ranks with a label each: a ring buffer, the same bytes on every rank.

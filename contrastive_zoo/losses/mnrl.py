@@ -17,6 +17,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, co
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
+from contrastive_zoo.loss_base.shapes import together_problem
 from contrastive_zoo.ranks.row_checks import range_rule
 
 PartitionMode = Literal["joint", "per_direction"]
@@ -326,8 +327,7 @@ class GIST(Loss, engine="rows"):
     ) -> Inputs:
         rows = {"anchors": anchors, "positives": positives, "negatives": negatives}
         rows |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_negatives}
-        no_guide = negatives is not None and guide_negatives is None
-        return Inputs.of(rows, "negatives came without guide_negatives. Pass both." if no_guide else None)
+        return Inputs.of(rows, together_problem(negatives=negatives, guide_negatives=guide_negatives))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         width, of_guide = (stated.inputs.rows[name].shape[1] for name in ("anchors", "guide_anchors"))

@@ -14,11 +14,11 @@ from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Size, Temperature, field
-from contrastive_zoo.losses.memory_queue import MemoryQueue
+from contrastive_zoo.losses.memory_queue import NO_RING_OF_A_MEMORY, MemoryQueue
 from contrastive_zoo.ranks import devices
 
 
-class NNCLR(Loss, engine="softmax", has_kernel=True):
+class NNCLR(Loss, engine="softmax", has_kernel=True, no_ring=NO_RING_OF_A_MEMORY):
     r"""Compute InfoNCE between the neighbours of one view's projections and the other view's predictions.
 
     With z the projections and p the predictions of two views, unit embeddings of all ranks, Q the unit embeddings of
@@ -64,9 +64,6 @@ class NNCLR(Loss, engine="softmax", has_kernel=True):
 
     def __post_init__(self) -> None:
         self.queue = MemoryQueue(self.size, self.embedding_size)
-
-    def ring_problem(self) -> str:
-        return "every rank holds the memory that it compares with, so a ring would save nothing"
 
     def inputs(
         self,

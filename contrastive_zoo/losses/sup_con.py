@@ -21,7 +21,7 @@ from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
 from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
-from contrastive_zoo.loss_base.settings import Bounds, Constant, Temperature, Threshold, is_number
+from contrastive_zoo.loss_base.settings import Bounds, Constant, Temperature, Threshold, are_numbers
 from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.ranks.row_checks import BATCH_IN_BATCH, described, labels_problem, range_rule
 
@@ -230,8 +230,7 @@ class HMLC(Loss, engine="softmax", has_kernel=True):
 
     def settings_problem(self) -> str | None:
         weights, rule = self.level_weights, "level_weights are a list of non-negative numbers, one for each level"
-        listed = isinstance(weights, Sequence) and len(weights) > 0 and all(is_number(x, low=0) for x in weights)
-        problem = None if listed or weights is None else f"{rule}, got {described(weights)}."
+        problem = None if weights is None or are_numbers(weights, low=0) else f"{rule}, got {described(weights)}."
         return super().settings_problem() or problem
 
     def inputs(self, embeddings: Float[Tensor, "n d"] | Float[Tensor, "n v d"], labels: Int[Tensor, "n L"]) -> Inputs:

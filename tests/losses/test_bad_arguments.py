@@ -146,7 +146,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.InfoNCE(in_batch_negatives=False)(EYE, EYE), "loss(queries, keys, negatives)"),
     (lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True)(EYE, EYE, EYE), "leave symmetric=False"),
     (lambda: cz.OnlineContrastive()(EYE, EYE, Y), "labels are 1 for a positive pair and 0"),
-    (lambda: cz.GIST()(EYE, EYE, EYE, EYE, EYE), "GIST: negatives came without guide_negatives"),
+    (lambda: cz.GIST()(EYE, EYE, EYE, EYE, EYE), "GIST: negatives and guide_negatives belong together"),
     (lambda: cz.MNRL()(EYE, EYE, EYE, Y + 1), "MNRL: owners are rows of this rank's 3 queries, or -1, got 1 … 3"),
     (lambda: cz.MNRL()(EYE, EYE, None, Y), "MNRL: owners came without negatives"),
     (lambda: cz.MNRL(in_batch_negatives=False)(EYE, EYE, EYE), "without owners … owners=torch.arange(len(queries))"),
