@@ -214,7 +214,9 @@ ANYWHERE: dict[str, Callable[..., Any]] = {
     "NTXent: … row i of view 1 belongs to … view 0 … [4, 3] … [3, 3]": lambda w: w(cz.NTXent())(z(), z(last(3, 4))),
     "two or more views … got 1 … loss(view1, view2)": lambda w: w(cz.NTXent())(*[z()] * last(1, 2)),
     "labels are missing … call loss": lambda w: w(cz.SupCon())(z(), *[y()] * last(0, 1)),
-    "labels are classes 0 … 4, got 5": lambda w: w(cz.CrossBatchMemory(cz.BalSCL(5, 3), 8, 3))(z(), last(5, 1) * y()),
+    "labels are classes 0 … 4, got 0 … 5": lambda w: w(cz.CrossBatchMemory(cz.BalSCL(5, 3), 8, 3))(
+        z(), last(5, 1) * y()
+    ),
     "labels are classes, columns of … [4, 3], got 0 … 3": lambda w: w(cz.PaCo())(z(), last(3, 1) * y(), z()),
     "keys and key_labels belong together: pass all or none, got keys.": lambda w: w(cz.PaCo())(
         z(), y(), z(), *[z()] * last(1, 0)

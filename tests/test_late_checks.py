@@ -49,14 +49,14 @@ WEIGHTS = torch.ones(N, 2, dtype=torch.float64)
 
 
 CASES = {
-    "ArcFace": Case(lambda: cz.ArcFace(C, D), CLASSES + "5"),
+    "ArcFace": Case(lambda: cz.ArcFace(C, D), CLASSES + "0 … 5"),
     "sharded": Case(lambda: cz.ArcFace(C, D, shard_over=cz.World.of()), CLASSES + "-1", wrong=BELOW),
-    "ProxyAnchor": Case(lambda: cz.ProxyAnchor(C, D), CLASSES + "5", indexes=True),
+    "ProxyAnchor": Case(lambda: cz.ProxyAnchor(C, D), CLASSES + "0 … 5", indexes=True),
     "Margin": Case(lambda: cz.Margin(num_classes=C), "labels are 0 … 4, got 0 … 5.", indexes=True),
     "prefixes": Case(lambda: cz.Matryoshka(cz.Margin(num_classes=C), (2, 3)), "got 0 … 5.", indexes=True),
     "sum with a state": Case(
         lambda: cz.WeightedSum([cz.CrossBatchMemory(cz.SupCon(), 20, D), cz.ProxyAnchor(C, D)]),
-        CLASSES + "5",
+        CLASSES + "0 … 5",
         indexes=True,
     ),
     "OnlineContrastive": Case(cz.OnlineContrastive, "got 0 … 2.", [*Z[:2], PAIRS], 2 * PAIRS),

@@ -210,6 +210,16 @@ def moved_first(loss: Any) -> None:
     loss.__class__ = type(type(loss).__name__, (type(loss),), {"inputs": inputs})
 
 
+def stores_first(loss: Any) -> None:
+    """Let the batch enter the memory before the inner loss is computed."""
+
+    def holding(entering: Any) -> cz.MemoryQueue:
+        loss.memory.record(entering)
+        return loss.memory
+
+    loss.memory.holding = holding
+
+
 class Failure(NamedTuple):
     """A call that fails, and the mistake that would let it move the state: of the loss, or a context that is missing."""
 
@@ -222,9 +232,7 @@ class Failure(NamedTuple):
 FAILURES = {
     "a refused batch": Failure(refused, STATEFUL, damage=moved_first),
     "a failed reduction": Failure(fails_last, LAST, damage=moved_first),
-    "a failed inner loss": Failure(
-        fails_inside, INNER, without=["contrastive_zoo.losses.cross_batch_memory.state_kept_on_error"]
-    ),
+    "a failed inner loss": Failure(fails_inside, INNER, damage=stores_first),
     "a failed term": Failure(
         lambda loss, of: cz.DistributedLoss(cz.WeightedSum([loss, Raising()]), check_distinct=False)(*of.values()),
         STATEFUL,

@@ -83,12 +83,8 @@ class ClassLoss(LabelledLoss, engine="classes"):
             return Inputs({}, problem)
         rows = {"embeddings": embeddings, "labels": labels}
         classes = self.num_classes if self.sharded else len(weights)
-
-        def labels_problem(least: int, most: int) -> str:
-            label = least if least < 0 else most
-            return f"labels are classes 0 … {classes - 1}, got {label}. Number them from 0, or raise num_classes."
-
-        values = [range_rule(labels, 0, classes - 1, labels_problem)]
+        rule, fix = f"labels are classes 0 … {classes - 1}", "Number them from 0, or raise num_classes."
+        values = [range_rule(labels, 0, classes - 1, rule, fix)]
         if self.sharded:
             return Inputs({**rows, "class weights": weights}, values=values)
         return Inputs(rows, values=values, compared={"classes": list(weights.shape)})

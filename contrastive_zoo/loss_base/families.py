@@ -1,6 +1,6 @@
 """Families of losses by what a call compares: views, images and texts, labelled embeddings, embeddings alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from jaxtyping import Float, Int
@@ -42,9 +42,6 @@ class ImageTextLoss(Loss):
 
     def inputs(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"images": images, "texts": texts})
-
-    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
-        return self.normalize and self.is_reduced
 
 
 class LabelledLoss(Loss):

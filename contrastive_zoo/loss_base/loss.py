@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, overload
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch, Part, is_embedding
-from contrastive_zoo.engine.cost import Entry, Local, Pairs, Shared, Signs, Summed
+from contrastive_zoo.engine.cost import Blocks, Entry, Local, Pairs, Shared, Signs, Summed
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels, implementation, is_dense
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
 from contrastive_zoo.engine.tiling import USUAL_MATRICES
@@ -65,6 +65,10 @@ class Inputs:
         """Return the inputs with further arguments, some of which may be None, and what is wrong with these."""
         present = {name: x for name, x in rows.items() if x is not None}
         return replace(self, rows={**self.rows, **present}, problem=self.problem or problem)
+
+
+Known = dict[Callable[..., Inputs], Inputs]
+"""Inputs of a call by the functions that returned them."""
 
 
 @dataclass
@@ -248,9 +252,7 @@ class Loss(Settings, nn.Module):
         session = Session.of(self.local((args, named)) if world is None else world, check_finite=self.check_finite)
         return self.compute(self.agreed(self.stated(args, named), session))
 
-    def stated(
-        self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
-    ) -> CallInputs:
+    def stated(self, args: Sequence[Any], named: Mapping[str, Any], known: Known | None = None) -> CallInputs:
         """Return what this rank states of a call; losses with one static :meth:`inputs` share it by ``known``."""
         name = type(self).__name__
         problem = arguments_problem(type(self), args, named) or self.settings_problem()
@@ -329,6 +331,9 @@ class Loss(Settings, nn.Module):
             entries.append(Pairs(needs.anchors, candidates, scale, self.__dict__.get("normalize", True)))
         elif needs.engine == "sigmoid":
             return [Signs(needs.anchors, candidates, self.is_reduced)]
+        elif needs.engine == "rows":
+            how = {"parameters": stated.learnt(*self._checks), "reduction": self.__dict__.get("reduction", "mean")}
+            return [Blocks(needs.anchors, candidates, matrices=self.matrices, **how)]
         elif needs.engine == "statistics":
             entries.append(stated.held(1.6))
         return entries + self.reduced()

@@ -43,8 +43,8 @@ class SampleAverages(Loss, Stateful):
         if self.log_u.shape != (1 + self.bimodal, samples):
             problem = f"log_u is {[1 + self.bimodal, samples]}, got {described(self.log_u)}. Construct another loss."
         rule = f"ids are the samples' places in the data set, 0 … {samples - 1}"
-        values = range_rule(ids, 0, samples - 1, lambda *ends: f"{rule}, got {ends[0]} … {ends[1]}. Check num_samples.")
-        return Inputs({"view 0": view1, "view 1": view2, "ids": ids}, problem, values=[values])
+        values = [range_rule(ids, 0, samples - 1, rule, "Check num_samples.")]
+        return Inputs({"view 0": view1, "view 1": view2, "ids": ids}, problem, values=values)
 
     def needs(self, inputs: Inputs) -> Needs:
         needs = super().needs(inputs)
@@ -86,7 +86,6 @@ class SampleAverages(Loss, Stateful):
         self.steps += 1
 
     def _gamma(self, least: float | Tensor, dtype: torch.dtype) -> Tensor:
-        """Return γ of this step."""
         least, epochs = least * torch.ones_like(self.steps, dtype=dtype), self.gamma_decay_epochs
         progress = (self.steps // self.steps_per_epoch).clamp(max=epochs).to(dtype) / max(1, epochs)
         return least + (1 - least) * (1 + (math.pi * progress).cos()) / 2 if epochs else least

@@ -86,7 +86,7 @@ class Bounds(NamedTuple):
 
     def _in_words(self) -> str:
         if self.low is not None and self.high is not None:
-            return f"from {self.low} to {self.high}"
+            return f"{'an integer ' * self.whole}from {self.low} to {self.high}"
         size = ["positive"] if self.above == 0 else [] if self.low is None else [f"at least {self.low}"]
         return " and ".join([*size, "an integer" if self.whole else "finite" if self.finite else "a number"])
 

@@ -102,11 +102,8 @@ class OnlineContrastive(Loss, engine="statistics"):
     reduction: Reduction = "sum"
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Inputs:
-        def other_labels(least: int, most: int) -> str:
-            return f"labels are 1 for a positive pair and 0 for a negative one, got {least} … {most}."
-
-        rows = {"queries": queries, "keys": keys, "labels": labels}
-        return Inputs(rows, values=[range_rule(labels, 0, 1, other_labels)])
+        values = [range_rule(labels, 0, 1, "labels are 1 for a positive pair and 0 for a negative one")]
+        return Inputs({"queries": queries, "keys": keys, "labels": labels}, values=values)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         extremes = [Summed(2 * stated.wide)] * 2

@@ -187,10 +187,6 @@ def _center_distances(centers: Tensor) -> Tensor:
     return (2 + 1e-5 - 2 * cosines).sqrt().sum() / max(1, classes * k * (k - 1))
 
 
-# the degree of a polynomial of the cosine, whose rounding errors grow with it; at most 4 in the papers
-_WHOLE_MARGIN = Bounds("margin is an integer, 1 … 100", low=1, high=100, whole=True)
-
-
 class LargeMarginSoftmax(ClassSoftmax):
     r"""Compute the softmax over classes with the target logit ‖x‖ ‖w‖ ψ(θ); embeddings are not normalised.
 
@@ -222,7 +218,8 @@ class LargeMarginSoftmax(ClassSoftmax):
     https://arxiv.org/abs/1704.08063
     """
 
-    margin: Annotated[int, _WHOLE_MARGIN] = 4
+    # the degree of a polynomial of the cosine, whose rounding errors grow with it; at most 4 in the papers
+    margin: Annotated[int, Bounds(low=1, high=100, whole=True)] = 4
     scale: Positive = 1.0
     normalize_weights: bool = False
 

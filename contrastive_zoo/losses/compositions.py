@@ -1,8 +1,9 @@
 """Compositions: several losses of the same embeddings, or one loss of prefixes; one gather for all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch, Part, is_embedding, prefixes
 from contrastive_zoo.engine.cost import Entry, Member
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Known, Loss
 from contrastive_zoo.loss_base.loss_modules import is_plain
 from contrastive_zoo.loss_base.settings import are_numbers, is_number
 from contrastive_zoo.loss_base.shapes import call_form, whole_arguments
@@ -53,17 +54,15 @@ class _Composition(Loss, engine="sum"):
         """Return the losses that are added, each once."""
         raise NotImplementedError(f"{type(self).__name__} must define members().")
 
-    def terms(self) -> Sequence[tuple[int, int | None]]:
+    def terms(self) -> Iterator[tuple[int, int | None]]:
         """Return of each term the index of its member, and the number of first features that it takes; None is all."""
-        raise NotImplementedError(f"{type(self).__name__} must define terms().")
+        return product(range(len(self.members())), self.__dict__.get("dims", (None,)))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         members = self.members()
         return [_member_entries(index, members[index], stated, width) for index, width in self.terms()]
 
-    def stated(
-        self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
-    ) -> CallInputs:
+    def stated(self, args: Sequence[Any], named: Mapping[str, Any], known: Known | None = None) -> CallInputs:
         known = {} if known is None else known
         name = type(self).__name__
         if problem := self.settings_problem():
@@ -133,9 +132,6 @@ class WeightedSum(_Composition):
     def members(self) -> Sequence[Loss]:
         return [*self.losses]
 
-    def terms(self) -> Sequence[tuple[int, None]]:
-        return [(index, None) for index in range(len(self.losses))]
-
 
 class Matryoshka(_Composition):
     r"""Add the values of ``loss`` on prefixes of the embeddings.
@@ -174,12 +170,7 @@ class Matryoshka(_Composition):
     def members(self) -> Sequence[Loss]:
         return [self.loss]
 
-    def terms(self) -> Sequence[tuple[int, int]]:
-        return [(0, m) for m in self.dims]
-
-    def stated(
-        self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
-    ) -> CallInputs:
+    def stated(self, args: Sequence[Any], named: Mapping[str, Any], known: Known | None = None) -> CallInputs:
         stated = super().stated(args, named, known)
         if stated.problem is None and (problem := self._prefix_problem(args, named)) is not None:
             return replace(stated, name=type(self).__name__, problem=problem)
@@ -240,14 +231,9 @@ def _merged(name: str, members: Sequence[CallInputs]) -> CallInputs:
     problem = None if bad is None else bad.problem
     kernels = next((x.kernels for x in members if x.kernels is not CallInputs.kernels), CallInputs.kernels)
     of_members = tuple(_renamed(x.needs, part.names) for x, part in zip(members, parts, strict=True))
-    needs = Needs(
-        "sum",
-        whole=next((x.whole for x in of_members if x.whole), None),
-        split=next((x.split for x in of_members if x.split), None),
-        no_ring=next((x.no_ring for x in of_members if x.no_ring), None),
-        no_kernel=None,
-        members=of_members,
-    )
+    kinds = ("whole", "split", "no_ring")
+    reasons: Any = {kind: next(filter(None, (getattr(x, kind) for x in of_members)), None) for kind in kinds}
+    needs = Needs("sum", no_kernel=None, members=of_members, **reasons)
     return CallInputs(name if bad is None else bad.name, inputs, settings, compared, problem, kernels, needs, whole)
 
 
@@ -258,9 +244,7 @@ def _renamed(needs: Needs, names: Mapping[str, str]) -> Needs:
     return needs._replace(anchors=anchors, candidates=candidates, members=members)
 
 
-def _member_stated(
-    loss: Loss, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs]
-) -> CallInputs:
+def _member_stated(loss: Loss, args: Sequence[Any], named: Mapping[str, Any], known: Known) -> CallInputs:
     """Return a member's statement; one whose ``forward`` is its own, or that has hooks, states its arguments as they are."""
     if is_plain(loss):
         return loss.stated(args, named, known)

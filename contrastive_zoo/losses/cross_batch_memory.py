@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.loss_modules import is_plain, loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.shapes import arguments_problem, call_form
-from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import NO_RING_OF_A_MEMORY, MemoryQueue
 from contrastive_zoo.losses.references import memory_problem
 from contrastive_zoo.ranks.differences import failing_together
@@ -191,17 +189,21 @@ class CrossBatchMemory(Loss, no_ring=NO_RING_OF_A_MEMORY):
             if self.training:
                 self.memory.write(partners.detach(), None, mask, batch.samples, batch.world)
             return value
-        # the batch is part of the memory that it is compared with
-        with state_kept_on_error(self), self._enqueued(batch, rows, partners, mask) as slots:
-            batch = replace(batch, rows={"embeddings": rows, "labels": partners}, local_slice=None)
-            if mask is not None:
-                slots = slots[~batch.gather_detached(mask).to(slots.device)]
-                anchors = {name: x[~mask] for name, x in batch.rows.items()}
-                shards = batch.world.shards(anchors["embeddings"])
-                batch = replace(batch, rows=anchors, shards=dict.fromkeys(anchors, shards))
-            if not len(self.memory):
-                return self._against_nothing(batch)
-            return self._against_candidates(batch, slots) if self._is_own() else self._against_references(batch, slots)
+        memory, slots, entering = self.memory, torch.full((batch.total,), -1, device=self.memory.ids.device), None
+        if self.training:  # the batch is part of the memory that it is compared with
+            entering, slots = memory.entering(rows.detach(), partners, mask, batch.samples, batch.world)
+            memory = memory.holding(entering)
+        batch = replace(batch, rows={"embeddings": rows, "labels": partners}, local_slice=None)
+        if mask is not None:
+            slots = slots[~batch.gather_detached(mask).to(slots.device)]
+            anchors = {name: x[~mask] for name, x in batch.rows.items()}
+            shards = batch.world.shards(anchors["embeddings"])
+            batch = replace(batch, rows=anchors, shards=dict.fromkeys(anchors, shards))
+        of_memory = self._against_candidates if self._is_own() else self._against_references
+        value = of_memory(batch, memory, slots) if len(memory) else self._against_nothing(batch)
+        if entering is not None:
+            self.memory.record(entering)
+        return value
 
     def evaluated(self) -> tuple[SimpleNamespace, dict[str, Any], str | None]:
         """Return the values of the settings, with those of the loss as ``members[0]`` if its ``forward`` is not called."""
@@ -247,26 +249,15 @@ class CrossBatchMemory(Loss, no_ring=NO_RING_OF_A_MEMORY):
         values = {name: getattr(self.loss, name) for name in self.loss.fields if name not in self.fields}
         return {name: x for name, x in values.items() if not isinstance(x, (Tensor, nn.Module))}
 
-    def _enqueued(
-        self, batch: Batch, rows: Tensor, labels: Tensor, mask: Tensor | None
-    ) -> AbstractContextManager[Int[Tensor, " N"]]:
-        """Context manager: the memory holds the batch in train mode; yields the slots of all ranks', −1 for none."""
-        if self.training:
-            return self.memory.holding(rows.detach(), labels, mask, batch.samples, batch.world)
-        return nullcontext(torch.full((batch.total,), -1, device=self.memory.ids.device))
-
-    def _stored(self, like: Tensor, share: slice = slice(None)) -> Tensor:
-        return self.memory.embeddings[: len(self.memory)][share].to(like, copy=True)
-
     def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         gathered = map(batch.gather_with_gradient, (queries, keys))
-        return self._alike(partial(self.loss, *gathered, negatives=self._stored(keys)), batch, queries.device)
+        return self._alike(partial(self.loss, *gathered, negatives=_stored(self.memory, keys)), batch, queries.device)
 
     def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
         loss: Any = self.loss
         share = self.memory.shards(batch.world)
-        inputs: Inputs = loss.inputs(queries, keys, negatives=self._stored(keys, share.local))
+        inputs: Inputs = loss.inputs(queries, keys, negatives=_stored(self.memory, keys, share.local))
         shards = {name: batch.samples if index < 2 else share for index, name in enumerate(inputs.rows)}
         return loss.compute(self._of_loss(replace(batch, rows=inputs.rows, shards=shards, host=inputs.host)))
 
@@ -280,25 +271,25 @@ class CrossBatchMemory(Loss, no_ring=NO_RING_OF_A_MEMORY):
         valid = torch.zeros_like(losses, dtype=torch.bool)
         return batch.reduce(losses, valid, reduction=getattr(self.loss, "reduction", "mean"))
 
-    def _against_candidates(self, batch: Batch, slots: Tensor) -> Tensor:
+    def _against_candidates(self, batch: Batch, memory: MemoryQueue, slots: Tensor) -> Tensor:
         loss: Any = self.loss
         rows, labels = batch.rows.values()
-        share = self.memory.shards(batch.world)
-        known = {"rows": rows, "stored": self._stored(rows, share.local)}
+        share = memory.shards(batch.world)
+        known = {"rows": rows, "stored": _stored(memory, rows, share.local)}
         compared = replace(batch, rows=known, shards={"rows": batch.samples, "stored": share})
         anchors, candidates = (compared.candidates(name, normalize=loss.normalizes) for name in known)
         copies = slots[batch.samples.local].to(rows.device)  # candidates stand in the order of slots
         return reduce_rows(
             batch, loss.block_loss(self._of_loss(batch)), anchors, labels, candidates=candidates,
-            candidate_ids=self.memory.labels.to(labels)[share.local], candidate_shards=share, own_candidates=copies,
+            candidate_ids=memory.labels.to(labels)[share.local], candidate_shards=share, own_candidates=copies,
             reduction=loss.reduction, may_draw=loss.may_draw,
         )  # fmt: skip
 
-    def _against_references(self, batch: Batch, slots: Tensor) -> Tensor:
+    def _against_references(self, batch: Batch, memory: MemoryQueue, slots: Tensor) -> Tensor:
         """Compare all ranks' anchors with the memory on every rank alike: a third-party loss does not know of ranks."""
         rows, labels = batch.rows.values()
         rows, labels = batch.gather_with_gradient(rows), batch.gather_detached(labels)
-        references, ref_labels, slots = self._stored(rows), self.memory.labels.to(labels), slots.to(rows.device)
+        references, ref_labels, slots = _stored(memory, rows), memory.labels.to(labels), slots.to(rows.device)
 
         def compute() -> Tensor:
             if self.miner is None:  # all pairs, as pytorch-metric-learning enumerates them
@@ -316,6 +307,10 @@ class CrossBatchMemory(Loss, no_ring=NO_RING_OF_A_MEMORY):
         alone = partial(in_one_process, compute, loss_name(self.loss), batch.world, self.loss)
         with one_stream(batch.world, device):
             return failing_together(batch.name, alone, batch.world)
+
+
+def _stored(memory: MemoryQueue, like: Tensor, share: slice = slice(None)) -> Tensor:
+    return memory.embeddings[: len(memory)][share].to(like, copy=True)
 
 
 def _against(memory: Stored, entry: Entry) -> Entry:

@@ -142,7 +142,7 @@ class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     label_smoothing: Smoothing = 0.0
 
     def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
-        return super().has_one_operator(rows) and not smooths(self.label_smoothing)
+        return self.normalize and self.is_reduced and not smooths(self.label_smoothing)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [*super().entries(stated), *_sums(self.label_smoothing, stated.inputs.rows, stated)]
@@ -178,9 +178,6 @@ class InfoLOOB(ImageTextLoss, engine="softmax", has_kernel=True):
     """
 
     temperature: Temperature = 1 / 30
-
-    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
-        return False
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)

@@ -6,13 +6,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.precision import at_least_float32
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import NonNegative, Reduction, Smoothing, Temperature
 from contrastive_zoo.loss_base.shapes import together_problem
@@ -118,15 +117,12 @@ class PaCo(Loss, engine="rows"):
         key_labels: Int[Tensor, " m"] | None = None,
     ) -> Inputs:
         rule = f"labels are classes, columns of the logits {described(logits)}"
-        values = range_rule(labels, 0, logits.shape[1] - 1, lambda *ends: f"{rule}, got {ends[0]} … {ends[1]}.")
+        values = range_rule(labels, 0, logits.shape[1] - 1, rule)
         problem = together_problem(keys=keys, key_labels=key_labels)
         if keys is None or key_labels is None:
             keys, key_labels = embeddings[:0], labels[:0]
         rows = {"embeddings": embeddings, "labels": labels, "logits": logits}
         return Inputs({**rows, "keys": keys, "key_labels": key_labels}, problem, [values])
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        return [blocks_of(BlockLoss.of(_paco, stated.settings), *self.compares, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
         rows, candidates = batch.rows, batch.candidates("embeddings", "keys", normalize=True)

@@ -14,7 +14,7 @@ from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_token
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Constant, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, Constant, Reduction, Size, Temperature
 from contrastive_zoo.loss_base.shapes import together_problem
 
 TokenReduction = Literal["sum", "mean"]
@@ -68,18 +68,13 @@ class LateInteractionLoss(Loss, engine="tokens", matrices=4.25):
         tokens = Tokens(queries, others, self.matrices, searched=self.__dict__.get("top_k") is not None)
         return [*self.scale_of(stated)[1], tokens, *self.reduced()]
 
-    def scores(
-        self, batch: Batch, top_k: int | None = None
-    ) -> tuple[Float[Tensor, "n c"], Float[Tensor, " n"], Bool[Tensor, "n c"]]:
+    def scores(self, batch: Batch) -> tuple[Float[Tensor, "n c"], Float[Tensor, " n"], Bool[Tensor, "n c"]]:
         """Return local queries' scores with all documents and negatives, with their own documents, and which are these."""
-        scores = late_interaction_scores(batch, normalize=self.normalize, top_k=top_k)
+        scores = late_interaction_scores(batch, normalize=self.normalize, top_k=self.__dict__.get("top_k"))
         scores = scores / batch.first[:, None] if self.token_reduction == "mean" else scores
         is_own = torch.zeros_like(scores, dtype=torch.bool)
         is_own[:, batch.samples.local].fill_diagonal_(True)
         return scores, scores[:, batch.samples.local].diagonal(), is_own
-
-
-_TOP_K = Bounds("top_k is an integer, 1 or more", low=1, whole=True)
 
 
 _CONSTANT = Bounds(low=0, constant=True)
@@ -124,7 +119,7 @@ class MaxSim(LateInteractionLoss):
     """
 
     temperature: Temperature = 1.0
-    top_k: Annotated[int, _TOP_K] | None = None
+    top_k: Size | None = None
 
     def settings_problem(self) -> str | None:
         both = self.top_k is not None and self.token_reduction == "mean"
@@ -135,7 +130,7 @@ class MaxSim(LateInteractionLoss):
         return None if self.top_k is None else "the k best of all documents' tokens are selected at once"
 
     def compute(self, batch: Batch) -> Tensor:
-        scores, positive, is_own = self.scores(batch, self.top_k)
+        scores, positive, is_own = self.scores(batch)
         scale = batch.scale(batch.settings.temperature)
         others = log_sum_exp((scale * scores).masked_fill(is_own, -torch.inf), 1)
         return batch.reduce(cross_entropy(scale * positive, others), reduction=self.reduction)

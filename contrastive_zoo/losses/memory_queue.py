@@ -1,8 +1,8 @@
 """A ring buffer of the last embeddings of all ranks, and the momentum encoder that computes such keys."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any, Literal
 
 import torch
@@ -140,7 +140,9 @@ class MemoryQueue(Settings, Stateful):
         rows = rows.detach()
         arguments = {"rows": rows, "labels": labels, "enqueue_mask": enqueue_mask}
         present = {name: x for name, x in arguments.items() if x is not None}
-        problem, state = self.problem(rows, labels, enqueue_mask), self.compared_state()
+        problem = next(filter(None, starmap(tensor_problem, present.items())), None)
+        problem = problem or shapes_problem(arguments, _SHAPES) or self.width_problem(rows)
+        state = self.compared_state()
         (shards, *_) = agree("MemoryQueue", present, world=world, problem=problem, settings=state).shards
         return self.write(rows, labels, enqueue_mask, shards, world)[shards.local]
 
@@ -150,32 +152,20 @@ class MemoryQueue(Settings, Stateful):
     ) -> Int[Tensor, " N"]:
         """Store the embeddings without checks or handshake; return the slots of all ranks' embeddings."""
         before = sum(len(x) for x, _ in self.recorded)
-        entering, slots = self._gathered(rows, labels, mask, shards, world, before)
+        entering, slots = self.entering(rows, labels, mask, shards, world, before)
         self.record(entering)
         return slots
 
-    @contextmanager
-    def holding(
-        self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
-    ) -> Iterator[Int[Tensor, " N"]]:
-        """Context manager: store the embeddings, as :meth:`write` does, for the body already if a step is open."""
-        entering, slots = self._gathered(rows, labels, mask, shards, world)
-        if self.one_step is None:
-            self.record(entering)
-            yield slots
-            return
-        with torch.no_grad():
-            before = [x.clone() for x in self.buffers()]
-            self.move([entering])
-        try:
-            yield slots
-        finally:
-            with torch.no_grad():
-                for x, values in zip(self.buffers(), before, strict=True):
-                    x.copy_(values)
-        self.record(entering)
+    @torch.no_grad()
+    def holding(self, entering: tuple[Tensor, Tensor]) -> "MemoryQueue":
+        """Return a memory that holds these embeddings and labels, too; this one does not change."""
+        held = copy.copy(self)
+        held._buffers = {name: x if x is None else x.clone() for name, x in self._buffers.items()}
+        held.move([entering])
+        return held
 
-    def _gathered(
+    @torch.no_grad()
+    def entering(
         self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World, before: int = 0
     ) -> tuple[tuple[Tensor, Tensor], Int[Tensor, " N"]]:
         """Return all ranks' embeddings and labels that enter, and the slots of all, if ``before`` others enter first."""
@@ -208,12 +198,6 @@ class MemoryQueue(Settings, Stateful):
             rows = (x.contiguous().view(torch.uint8).cpu().numpy() for x in (self.rows, self.labels))
             state["its content"] = " and ".join(map(array_in_one_line, rows))
         return state
-
-    def problem(self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None) -> str | None:
-        """Return why these embeddings cannot enter, in words; None if they can."""
-        arguments = {"rows": rows, "labels": labels, "enqueue_mask": enqueue_mask}
-        problem = next((y for name, x in arguments.items() if x is not None and (y := tensor_problem(name, x))), None)
-        return problem or shapes_problem(arguments, _SHAPES) or self.width_problem(rows)
 
     def width_problem(self, rows: Tensor) -> str | None:
         held, width = self.embeddings.shape[1], rows.shape[1]

@@ -90,8 +90,8 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
 
     def settings_problem(self) -> str | None:
         directions = self.directions
-        are_words = isinstance(directions, Sequence) and all(isinstance(x, str) for x in directions)
-        if not are_words or "query_to_doc" not in directions or not set(directions) <= set(_DIRECTIONS):
+        known = isinstance(directions, Sequence) and all(x in _DIRECTIONS for x in directions)
+        if not known or "query_to_doc" not in directions:
             return f"directions are 'query_to_doc' and any of {', '.join(_DIRECTIONS[1:])}, got {directions}."
         if problem := super().settings_problem():
             return problem
@@ -118,11 +118,8 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
         rows |= {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
         rows |= {"dataset_ids": dataset_ids}
-
-        def owners_problem(least: int, most: int) -> str:
-            return f"owners are rows of this rank's {len(queries)} queries, or -1, got {least} … {most}."
-
-        values = [] if owners is None else [range_rule(owners, -1, len(queries) - 1, owners_problem)]
+        rule = f"owners are rows of this rank's {len(queries)} queries, or -1"
+        values = [] if owners is None else [range_rule(owners, -1, len(queries) - 1, rule)]
         compared = {"directions": tuple(self.directions)}  # which may also be a list
         alone = negative_ids is not None and document_ids is None
         problem = "negative_ids are compared with document_ids: pass both." if alone else None
@@ -151,7 +148,7 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         rows, directions = stated.inputs.rows, self.directions
         if not self._sums_suffice(rows):
             grouped = [] if self.in_batch_negatives and "dataset_ids" not in rows else [2 * 8]
-            return [_blocks_of_pairs(stated, "queries", 1.5 * len(directions), grouped, self.reduction)]
+            return [_blocks_of_pairs(stated, "queries", 1.5 * len(directions), grouped)]
         scale, entries = self.scale_of(stated)
         how: Any = {"scale": scale, "unit_norm": self.normalize}
         entries.append(Pairs(["queries"], ["documents"], columnwise="doc_to_query" in directions, **how))
@@ -196,15 +193,13 @@ _NO_OWNERS = (
 _UNSUPPORTED = "computes MNRL with in-batch negatives, without hardness_mode, ids, false_negative_margin and doc_to_doc"
 
 
-def _blocks_of_pairs(
-    stated: CallInputs, anchors: str, matmuls: float, further: list[int], reduction: Reduction
-) -> Blocks:
+def _blocks_of_pairs(stated: CallInputs, anchors: str, matmuls: float, further: list[int]) -> Blocks:
     """Return what :func:`reduce_pairs` sends: candidates of twice the width, which of them are single, further data, ids."""
     rows = stated.inputs.rows
     return Blocks(
         [anchors], [anchors, *(x for x in ("negatives",) if x in rows)], width=2 * rows[anchors].shape[1],
         companions=[1, *further, *(2 * 8 for name in _IDS if name in rows)], parameters=stated.learnt("temperature"),
-        reduction=reduction, matmuls=matmuls,
+        reduction=stated.settings.reduction, matmuls=matmuls,
     )  # fmt: skip
 
 
@@ -332,7 +327,7 @@ class GIST(Loss, engine="rows"):
     def entries(self, stated: CallInputs) -> list[Entry]:
         width, of_guide = (stated.inputs.rows[name].shape[1] for name in ("anchors", "guide_anchors"))
         matmuls = (1 + self.contrast_anchors + self.contrast_positives) * (3 + of_guide / max(1, width)) / 2
-        return [_blocks_of_pairs(stated, "anchors", matmuls, [2 * of_guide * stated.wide], self.reduction)]
+        return [_blocks_of_pairs(stated, "anchors", matmuls, [2 * of_guide * stated.wide])]
 
     def compute(self, batch: Batch) -> Tensor:
         arguments = dict(batch.rows)

@@ -184,9 +184,7 @@ class NPairs(_ClassesLoss):
         index_in_class = position - start
         has_pair = torch.searchsorted(all_ids[order], all_ids, right=True) - start > 1
         first, second = (index_in_class == 0) & has_pair, index_in_class == 1
-        return between_classes(
-            batch, z, z, (first, second), temperature=batch.settings.temperature, reduction=self.reduction
-        )
+        return between_classes(batch, z, z, (first, second), self.reduction)
 
 
 def between_classes(
@@ -194,8 +192,6 @@ def between_classes(
     anchors: Float[Tensor, "n d"],
     candidates: Float[Tensor, "n d"],
     selected: tuple[Bool[Tensor, " N"], Bool[Tensor, " N"]],
-    *,
-    temperature: float | Tensor,
     reduction: Reduction,
 ) -> Float[Tensor, "..."]:
     """Reduce the cross-entropies of selected anchors over selected candidates, of all ranks one of each class."""
@@ -203,7 +199,7 @@ def between_classes(
     x, y = (chosen[shards.local].nonzero().flatten() for chosen in selected)
     of_anchors, of_candidates = (shards.selected(chosen) for chosen in selected)
     losses = reduce_rows(
-        batch, BlockLoss(_pair_losses, temperature=temperature), anchors[x], ids[x], candidates=candidates[y],
+        batch, BlockLoss.of(_pair_losses, batch.settings), anchors[x], ids[x], candidates=candidates[y],
         candidate_ids=ids[y], shards=of_anchors, candidate_shards=of_candidates, reduction="none",
     )  # fmt: skip
     losses = anchors.new_zeros(len(anchors)).index_add(0, x, losses)
@@ -321,7 +317,4 @@ class AngularPrototypical(_CentroidLoss):
         z = batch.prepared(batch.rows["embeddings"], normalize=True)
         classes = _Classes.of(batch, z, with_last=False)
         queries, others = classes.is_last & (classes.counts > 1), (classes.sizes - 1).clamp(min=1)
-        return between_classes(
-            batch, z, unit_rows(classes.sums / others), (queries, queries), temperature=batch.settings.temperature,
-            reduction=self.reduction,
-        )  # fmt: skip
+        return between_classes(batch, z, unit_rows(classes.sums / others), (queries, queries), self.reduction)

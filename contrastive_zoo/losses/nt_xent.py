@@ -58,8 +58,7 @@ class NTXent(ViewLoss, engine="softmax", has_kernel=True):
         return ViewPairs(batch, batch.settings.temperature, self.normalize).cross_entropy(self.reduction)
 
 
-_SIGMA = Bounds("sigma must be positive", "Leave it None for no weights.", above=0, finite=False, constant=True)
-Sigma = Annotated[float, _SIGMA] | None
+_SIGMA = Bounds(fix="Leave it None for no weights.", above=0, finite=False, constant=True)
 
 
 class DCL(TwoViewLoss, engine="rows"):
@@ -88,7 +87,7 @@ class DCL(TwoViewLoss, engine="rows"):
     """
 
     temperature: Temperature = 0.1
-    sigma: Sigma = None
+    sigma: Annotated[float, _SIGMA] | None = None
     normalize: bool = True
     reduction: Reduction = "mean"
 
@@ -118,7 +117,7 @@ def _decoupled(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]
 _SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)
 
 
-class HCL(TwoViewLoss, engine="rows"):
+class HCL(TwoViewLoss, engine="rows", matrices=5.5):
     r"""Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
 
     Called as ``loss(view1, view2)``, [n, d] each.
@@ -149,10 +148,6 @@ class HCL(TwoViewLoss, engine="rows"):
     tau_plus: Annotated[float, _SHARE] = 0.1
     beta: NonNegative = 1.0
     reduction: Reduction = "mean"
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        learnt = stated.learnt("temperature", "tau_plus", "beta")
-        return [Blocks([*stated.inputs.rows], parameters=learnt, reduction=self.reduction, matrices=5.5)]
 
     def compute(self, batch: Batch) -> Tensor:
         z, log_negatives = batch.candidates(*batch.rows, normalize=True), math.log(max(1, 2 * batch.total - 2))

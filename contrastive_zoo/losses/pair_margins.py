@@ -15,15 +15,13 @@ from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, 
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Share, Size
 from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 
-Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is infinite at the margin.", low=1)]
-
 
 class _PairHinges(RowLoss):
     """Hinges on the distances of an anchor to its positives and negatives."""
 
     pos_margin: Number = 0.0
     neg_margin: Number = 1.0
-    power: Power = 1.0
+    power: Annotated[float, Bounds(fix="Below 1 the gradient is infinite at the margin.", low=1)] = 1.0
     average: CountedTerms = "nonzero"
 
     terms = 2
@@ -249,11 +247,7 @@ class Margin(RowLoss, matrices=6.5):
         if labels is None or labels.is_floating_point() or labels.is_complex():
             problem = "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
             return replace(stated, problem=problem)
-
-        def outside(least: int, most: int) -> str:
-            return f"labels are 0 … {classes - 1}, got {least} … {most}."
-
-        return replace(stated, values=[range_rule(labels, 0, classes - 1, outside)])
+        return replace(stated, values=[range_rule(labels, 0, classes - 1, f"labels are 0 … {classes - 1}")])
 
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         return distances(anchors, candidates)

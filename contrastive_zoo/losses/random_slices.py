@@ -92,10 +92,6 @@ def _drawn(step: Tensor, *shape: int) -> Tensor:
     return normal_numbers(step, *shape)
 
 
-# each point is a term of its own in the graph
-_POINTS = Bounds("num_points is an integer, 2 … 10000", low=2, high=10_000, whole=True)
-
-
 class SIGReg(_Sliced):
     r"""Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
 
@@ -125,7 +121,7 @@ class SIGReg(_Sliced):
     Source: Balestriero & LeCun 2025, https://arxiv.org/abs/2511.08544
     """
 
-    num_points: Annotated[int, _POINTS] = 17
+    num_points: Annotated[int, Bounds(low=2, high=10_000, whole=True)] = 17  # each is a term of its own in the graph
     limit: Constant = 3.0
 
     def inputs(self, embeddings: Float[Tensor, "n d"]) -> Inputs:

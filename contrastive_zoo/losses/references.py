@@ -34,7 +34,8 @@ def references_problem(loss: Any) -> str | None:
     if formula in _OF_THE_BATCH:
         reason, instead = _OF_THE_BATCH[formula]
         return f"{reason}. Pass {instead}."
-    if formula in _OF_PAIRS and any(_is_theirs(type(x), "PerAnchorReducer") for x in loss.modules()):
+    reducers = (of for x in loss.modules() for of in type(x).__mro__ if of.__name__ == "PerAnchorReducer")
+    if formula in _OF_PAIRS and any(of.__module__.startswith(_LIBRARY) for of in reducers):
         return "its PerAnchorReducer counts as many references as anchors. Pass reducer=MeanReducer()."
     return None
 
@@ -54,7 +55,3 @@ def _formula(loss: Any) -> str:
     names = ("compute_loss", "_compute_loss")
     kind: type = next((x for x in type(loss).__mro__ if any(name in vars(x) for name in names)), nn.Module)
     return kind.__name__ if kind.__module__.startswith(_LIBRARY) else ""
-
-
-def _is_theirs(kind: type, name: str) -> bool:
-    return any(x.__name__ == name and x.__module__.startswith(_LIBRARY) for x in kind.__mro__)

@@ -1,6 +1,7 @@
 """Sigmoid over all pairs of images and texts: a binary classification of each."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -79,6 +80,9 @@ class SigLIP(ImageTextLoss, LogitScale, engine="sigmoid", has_kernel=True):
             return needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel="computes SigLIP without ids")
         no_kernel = "computes SigLIP with reduction='mean' or 'sum'" if self.reduction == "none" else None
         return needs._replace(no_kernel=no_kernel)
+
+    def has_one_operator(self, rows: Mapping[str, Tensor]) -> bool:
+        return self.normalize and self.is_reduced
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         ids = [name for name in stated.inputs.rows if name.endswith("ids")]

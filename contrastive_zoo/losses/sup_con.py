@@ -91,9 +91,8 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
         if problem is None and self.variant == "in":
             problem = "variant='in' takes one label of each sample, [n]: pass variant='out' for labels [n, C]."
         fix = BATCH_IN_BATCH if len(labels) == 1 else "Pass class numbers as [n]."
-        rule = "labels [n, C] are 1 for each label of a sample and else 0"
-        values = range_rule(labels, 0, 1, lambda *ends: f"{rule}, got {ends[0]} … {ends[1]}. {fix}")
-        return Inputs.of(rows, problem, values=[values])
+        values = [range_rule(labels, 0, 1, "labels [n, C] are 1 for each label of a sample and else 0", fix)]
+        return Inputs.of(rows, problem, values=values)
 
     def needs(self, inputs: Inputs) -> Needs:
         needs = super().needs(inputs)
@@ -303,11 +302,6 @@ class SINCERE(RowLoss, matrices=6.5):
         return info_nce_per_positive(logits, block, self.average)
 
 
-_ANGLE = Bounds(
-    "margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True
-)
-
-
 class TupletMargin(RowLoss, matrices=12.75):
     r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
@@ -321,7 +315,7 @@ class TupletMargin(RowLoss, matrices=12.75):
 
     Args:
         temperature: t, the paper's 1/s.
-        margin: β in degrees, 0 to 180.
+        margin: β in degrees, 0 to 180; the paper's 0.1 rad by default.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' losses, ``"sum"``, or ``"none"`` for those of this rank.
         check_finite: refuse NaN and infinite embeddings.
@@ -335,7 +329,7 @@ class TupletMargin(RowLoss, matrices=12.75):
     """
 
     temperature: Temperature = 1 / 64
-    margin: Annotated[float, _ANGLE] = 5.73
+    margin: Annotated[float, Bounds("margin is an angle of 0 to 180 degrees", low=0, high=180, constant=True)] = 5.73
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         cos, beta = block.anchors @ block.candidates.T, math.radians(self.margin)

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.masked import log1p_sum_exp, masked_max, masked_min
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction
 
@@ -138,7 +137,7 @@ class Angular(RowLoss, matrices=4.75):
         return sum_over_positives(pair_losses, positive), counts
 
 
-class MegaBatchMargin(Loss, engine="rows"):
+class MegaBatchMargin(Loss, engine="rows", matrices=2.75):
     r"""Compute hinges on each query's own key and on the most similar other key of all ranks.
 
     Called as ``loss(queries, keys)``, [n, d] each.
@@ -163,6 +162,8 @@ class MegaBatchMargin(Loss, engine="rows"):
     Source: Wieting & Gimpel 2018, https://arxiv.org/abs/1711.05732
     """
 
+    compares = ("view 0",), ("view 1",)
+
     positive_margin: Number = 0.8
     negative_margin: Number = 0.3
     normalize: bool = True
@@ -170,10 +171,6 @@ class MegaBatchMargin(Loss, engine="rows"):
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": queries, "view 1": keys})
-
-    def entries(self, stated: CallInputs) -> list[Entry]:
-        learnt = stated.learnt("positive_margin", "negative_margin")
-        return [Blocks(["view 0"], ["view 1"], parameters=learnt, reduction=self.reduction, matrices=2.75)]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.candidates(name, normalize=self.normalize) for name in batch.rows)

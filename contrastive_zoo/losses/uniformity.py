@@ -110,7 +110,6 @@ def _sums_over_pairs(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
     return total[:-2].square().sum() - total[-2], moments.square().sum() - total[-1]
 
 
-_GROUP = Bounds("group_size is an integer, 2 or more", low=2, whole=True)
 _ROUNDING_UNITS = 8  # embeddings that differ by fewer units of rounding count as equal
 
 
@@ -147,7 +146,7 @@ class KoLeo(EmbeddingLoss, engine="rows"):
     """
 
     eps: Positive = 1e-8
-    group_size: Annotated[int, _GROUP] | None = None
+    group_size: Annotated[int, Bounds(low=2, whole=True)] | None = None
     normalize: bool = True
     reduction: Reduction = "mean"
 
@@ -164,8 +163,6 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
     """Find the neighbour by a matmul; measure its distance by the difference, which keeps the digits of near ones."""
     anchors, candidates = block.anchors, block.candidates
     some = block.positive.any(1)
-    if not candidates.shape[0]:
-        return anchors.sum(1), some
     points = shifted(anchors.detach(), candidates.detach())
     squared_distance = block.with_equal_columns(distances(*points, squared=True))
     neighbour = candidates[squared_distance.masked_fill(~block.positive, torch.inf).argmin(1)]

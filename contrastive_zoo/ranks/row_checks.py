@@ -212,14 +212,14 @@ def values_problem(rules: Iterable[ValueRule], later: list[ValueCheck] | None, *
     return None
 
 
-def range_rule(x: Tensor, low: int, high: int, problem: Callable[[int, int], str]) -> ValueRule:
-    """Return the rule that integers are in low … high."""
+def range_rule(x: Tensor, low: int, high: int, rule: str, fix: str = "") -> ValueRule:
+    """Return the rule that integers are in low … high, in words, and what to do about others."""
 
-    def of_numbers(numbers: Sequence[float]) -> str | None:
+    def problem(numbers: Sequence[float]) -> str | None:
         least, most = map(int, numbers)
-        return None if low <= least and most <= high else problem(least, most)
+        return None if low <= least and most <= high else f"{rule}, got {least} … {most}. {fix}".rstrip()
 
-    return ValueRule(x, lambda x: torch.stack(x.long().aminmax()), of_numbers)
+    return ValueRule(x, lambda x: torch.stack(x.long().aminmax()), problem)
 
 
 def logits_rule(name: str, rows: Mapping[str, Tensor]) -> ValueRule | None:

@@ -171,7 +171,10 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.SupCon()(EYE, mask=torch.ones(3, 2)), "a column for each of the 3 samples of all ranks, got float32"),
     (lambda: cz.SupCon(variant="in")(EYE, EYE.long()), "variant='in' takes one label of each sample"),
     (lambda: cz.FastAP(normalize=False), "unit rows"),
-    (lambda: cz.NormalizedSoftmax(2, 3, shard_over=cz.World())(EYE, Y), "labels are classes 0 … 1, got 2. Number them"),
+    (
+        lambda: cz.NormalizedSoftmax(2, 3, shard_over=cz.World())(EYE, Y),
+        "labels are classes 0 … 1, got 0 … 2. Number them",
+    ),
     (lambda: cz.NormalizedSoftmax(5, 3, shard_over=cz.World(0, 2))(EYE, Y), "hold the weights of 3 classes of 5"),
     (lambda: later(cz.ProxyAnchor(3, 3), weights=nn.Parameter(TOKENS))(EYE, Y), "weights are [classes, d] and as wide"),
     (lambda: later(cz.CosFace(3, 3), sample_rate=0.5)(EYE, Y), "sample_rate is 1 in a loss that was"),
