@@ -214,11 +214,10 @@ class Batch:
         learnt = {name: self.shared(x) for name, x in vars(self.settings).items() if isinstance(x, Tensor)}
         return SimpleNamespace(**{**vars(self.settings), **learnt})
 
-    def sharded(self, x: Tensor) -> Tensor:
+    def sharded(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return a parameter of which each rank holds another part: no trainer adds up its gradients."""
         factor = self.world.sharded_factor if isinstance(self.world, Session) else 1.0
-        scaled: Tensor = scale_gradient(x, factor)
-        return scaled
+        return scale_gradient(x, factor)
 
     def scale(self, temperature: float | Tensor) -> float | Tensor:
         """Return 1 / temperature; a tensor gets the gradient of all ranks, each of which uses it for its own."""

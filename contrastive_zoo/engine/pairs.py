@@ -192,8 +192,7 @@ class TowerPairs(_Pairs):
         over_keys, over_queries, positive = self.sums(symmetric="doc_to_query" in directions)
         for index, shards in enumerate(self.negative_shards, 2):
             if shards.total:  # otherwise messages of no rows
-                further = self.sum_over(index)
-                over_keys = log_sum_exp(torch.stack([over_keys, further]), 0)
+                over_keys = log_sum_exp(torch.stack([over_keys, self.sum_over(index)]), 0)
         sums: dict[Direction, Tensor] = {"query_to_doc": over_keys}
         if over_queries is not None:
             sums["doc_to_query"] = over_queries
