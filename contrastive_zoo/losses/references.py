@@ -34,9 +34,10 @@ def references_problem(loss: Any) -> str | None:
     if formula in _OF_THE_BATCH:
         reason, instead = _OF_THE_BATCH[formula]
         return f"{reason}. Pass {instead}."
-    reducers = (of for x in loss.modules() for of in type(x).__mro__ if of.__name__ == "PerAnchorReducer")
-    if formula in _OF_PAIRS and any(of.__module__.startswith(_LIBRARY) for of in reducers):
-        return "its PerAnchorReducer counts as many references as anchors. Pass reducer=MeanReducer()."
+    if formula in _OF_PAIRS:
+        kinds = (kind for x in loss.modules() for kind in type(x).__mro__ if kind.__name__ == "PerAnchorReducer")
+        if any(kind.__module__.startswith(_LIBRARY) for kind in kinds):
+            return "its PerAnchorReducer counts as many references as anchors. Pass reducer=MeanReducer()."
     return None
 
 
