@@ -34,7 +34,8 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, types: str, run: Map, adjoint: Map, world: World) -> Tensor:
         ctx.adjoint, ctx.world = adjoint, world
-        return run(x)
+        y = run(x)
+        return y if y is x else y.detach()  # autograd refuses changes in place of a view that a function returns
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,7 +117,7 @@ def reduce_scattered(rows: Tensor, shards: Shards, world: World, over: int = 1) 
 
 def replicated(x: Tensor, world: World) -> Tensor:
     """y_r = x, the same on every rank;  dx = Σ_r dy_r on every rank."""
-    return _linear(x, "I → R", lambda x: x.view_as(x), lambda dy: all_reduced(dy, "sum", "complete", world), world)
+    return _linear(x, "I → R", lambda x: x, lambda dy: all_reduced(dy, "sum", "complete", world), world)
 
 
 class _Gathered(Function):
@@ -125,6 +126,7 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, shards: Sequence[Shards], world: World, results: Sequence[Tensor], *rows: Tensor) -> Any:
         ctx.shards, ctx.world = shards, world
+        results = [x.detach() for x in results]  # no views, so that a loss may change them in place
         ctx.mark_non_differentiable(*[x for x in results if x.dtype not in DIFFERENTIABLE])
         return tuple(results)
 
@@ -167,7 +169,7 @@ class _ScaleGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.detach()  # no view, so that a trainer may divide the loss in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

@@ -126,6 +126,23 @@ def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(wrapper: 
         invariant(trial)
 
 
+@pytest.mark.parametrize(("call", "shards", "reduction"), [("views", (3, 5), "mean"), ("labels", (2, 0, 4), "sum")])
+def test_a_loss_may_change_its_rows_in_place_and_a_trainer_its_value(call, shards, reduction, worlds: Worlds) -> None:
+    def centred(x: Tensor, y: Tensor) -> Tensor:
+        for rows in (x, y)[: 1 + y.is_floating_point()]:
+            rows -= rows.mean(0)
+            rows[:, 0] = 0.0
+        return (x * y.view(len(y), -1)).square().mean() + x.exp().mean()
+
+    def halved() -> Callable[..., Tensor]:
+        loss_fn = wrap(centred, grad_reduction=reduction)
+        return lambda *rows: loss_fn(*rows).div_(2)
+
+    trial = Trial(Case(halved, call, reduction), GlobalBatch(shards, d=4, seed=0), worlds)
+    for invariant in CONTRACT:
+        invariant(trial)
+
+
 def test_a_bound_method_of_a_trainer_is_no_inner_wrapper() -> None:
     class Trainer(nn.Module):
         def __init__(self) -> None:
