@@ -292,6 +292,9 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "Mining: its world_size is 1 … got 2. Construct it for one process": lambda: wrapped(
         later(Mining(), world_size=2), z(), y()
     ),
+    "Sequential: rank 1: its 0.world_size is 1 … got 3": lambda: wrapped(
+        nn.Sequential(later(Mining(), world_size=last(3, 1))), z()
+    ),
     "the loss's grad_reduction": lambda: wrapped(Powered(last("b", "a")), z(), torch.tensor(0.5)),
     "parameters": lambda: wrapped(Powered(scale=last(3.0, 2.0)), z(), torch.tensor(0.5)),
     "temperature has norm … a module that is a setting must return the same number on every rank": lambda: wrapped(

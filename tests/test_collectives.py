@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import contrastive_zoo as cz
 from contrastive_zoo.ranks import transport
 from contrastive_zoo.ranks import world as world_module
-from contrastive_zoo.ranks.compat import waiting_time
+from contrastive_zoo.ranks.compat import group_of_one, waiting_time
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import splits
 from contrastive_zoo.testing.messages import Messages
@@ -221,7 +221,8 @@ def errors(worlds: Worlds, name: str, run: Run, sizes, root: int, seed: int, com
     def job() -> list[Tensor]:
         at = At(sizes, root, dist.get_rank())
         x, weight = drawn(at.rank)
-        return derivatives([partial_loss(run(x, at), 0 if complete else at.rank)], [x], [weight])
+        result = run(x * 1, at).mul_(1)  # which may be changed in place
+        return derivatives([partial_loss(result, 0 if complete else at.rank)], [x], [weight])
 
     xs, weights = zip(*map(drawn, ranks), strict=True)
     outputs = ALL[name].expected(list(xs), At(sizes, root))[: 1 if complete else None]
@@ -334,19 +335,20 @@ def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> 
 
 
 @patch.object(World, "on_accelerators", True)
-def of_host_groups() -> tuple[float, str]:
-    """Return the time-out of one, and the error of another that has no network interface."""
-    seconds = waiting_time(World.of(dist.new_group(timeout=timedelta(seconds=37)))._host_group)
+def of_host_groups() -> tuple[list[float], str]:
+    """Return time-outs of one and of a group of one, and the error of another that has no network interface."""
+    world = World.of(dist.new_group(timeout=timedelta(seconds=37)))
+    seconds = [waiting_time(group) for group in (world._host_group, group_of_one(world.process_group))]
     world = World.of(dist.new_group(), "NTXent, call 1")
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nowhere0"}):
         return seconds, str(error_message(lambda: world.exchange([1]), cz.CommunicationError))
 
 
-def test_the_host_group_has_the_time_out_of_the_users_group_and_an_error_names_the_variable_of_gloo() -> None:
+def test_groups_made_beside_the_users_have_its_time_out_and_an_error_names_the_variable_of_gloo() -> None:
     """In a pool of its own: in that of all tests the name of a group may be taken, and one that was not made keeps it."""
     with Worlds(timeout=300.0) as worlds:
         by_rank = worlds.run(2, of_host_groups)
     for rank, (seconds, found) in enumerate(by_rank):
-        assert seconds == 37.0
+        assert seconds == [37.0, 37.0]
         assert found.startswith(f"NTXent, call 1: rank {rank}: ranks that compute on accelerators agree through gloo")
         assert_says(found, "Set GLOO_SOCKET_IFNAME to a network interface … nowhere0")

@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
@@ -27,7 +29,7 @@ from contrastive_zoo.testing.invariants import CONTRACT, Broken, same_at_later_s
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import loss_call
-from tests.helpers import close, drawn, error_message, numbers
+from tests.helpers import close, drawn, error_message, groups, later, numbers
 
 D = 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -190,21 +192,30 @@ def raises(z: Tensor) -> Tensor:
     raise KeyError(f"in a world of {dist.get_world_size()}")
 
 
-def refusals() -> list[Any]:
-    group, names, z = dist.group.WORLD, len(dist.distributed_c10d._world.pg_names), numbers(3, D, seed=dist.get_rank())
+class Holding(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.groups = {"of the samples": group}
+
+    def forward(self, z: Tensor) -> Tensor:
+        (group,) = self.groups.values()
+        dist.all_reduce(z.detach().sum(0), group=group)
+        dist.barrier(group)
+        return z.square().mean()
+
+
+def refusals(of_its_own: bool) -> list[Any]:
+    world = dist.group.WORLD
+    group: Any = dist.new_group([0, 1]) if of_its_own else world
+    names, z = len(dist.distributed_c10d._world.pg_names), numbers(3, D, seed=dist.get_rank())
     z, labels = z.requires_grad_(), torch.zeros(3, dtype=torch.int64)
 
     def miner(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         dist.barrier(group)
         return (labels,)
 
-    def holding(z: Tensor) -> Tensor:
-        dist.all_reduce(z.detach().sum(0), group=group)
-        dist.barrier(group)
-        return z.square().mean()
-
     jobs = [
-        lambda: cz.DistributedLoss(holding)(z),
+        lambda: cz.DistributedLoss(Holding(group))(z),
         lambda: cz.DistributedLoss(lambda z: SumsInBackward.apply(z, group).sum())(z).backward(),
         lambda: cz.DistributedLoss(lambda z, labels, indices_tuple: z.sum(), miner=miner)(z, labels),
         lambda: DistributedMiner(miner)(z, labels),
@@ -212,19 +223,63 @@ def refusals() -> list[Any]:
         lambda: cz.DistributedLoss(raises)(z),
     ]
     messages: list[Any] = [error_message(job, (ValueError, KeyError)) for job in jobs]
-    assert dist.group.WORLD is group
+    assert dist.group.WORLD is world
     assert len(dist.distributed_c10d._world.pg_names) == names
     assert dist.get_world_size() == 2
     return messages
 
 
-def test_a_loss_that_holds_a_group_is_refused_on_every_rank(worlds: Worlds) -> None:
-    first, second = worlds.run(2, refusals)
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_a_loss_that_holds_a_group_is_refused_on_every_rank(of_its_own: bool, worlds: Worlds) -> None:
+    first, second = worlds.run(2, refusals, of_its_own)
     assert first == second
-    assert "holding: it sends 2 messages by a process group that it holds" in first[0]
+    assert "Holding: it sends 2 messages by a process group that it holds" in first[0]
     for text, name in zip(first[1:-1], ("<lambda>", "miner", "miner", "gathers_by_a_default"), strict=True):
         assert f"{name}: it sends 1 message by" in text
     assert "in a world of 1" in first[-1]
+
+
+def among_some() -> list[str | None]:
+    """Refusals where ranks 0 and 1 share a batch: of WORLD, and of a group of 0 and 2, as tensor parallelism has them."""
+    z, found = numbers(3, D, seed=dist.get_rank()), list[str | None]()
+    with groups([0, 1], [2]) as of_batch, groups([0, 2], [1]) as across:
+        for held in (dist.group.WORLD, across):
+            loss_fn = cz.DistributedLoss(Holding(held), process_group=of_batch)
+            found.append(error_message(lambda loss_fn=loss_fn: loss_fn(z)))
+    return found
+
+
+def test_only_a_group_that_joins_ranks_of_the_batch_is_refused(worlds: Worlds) -> None:
+    first, second, third = worlds.run(3, among_some)
+    assert "it sends 2 messages" in first[0]
+    assert second == first == [first[0], None]
+    assert third == [None, None]
+
+
+def beside_another_thread() -> float:
+    """The loss of ones while another thread sends by a group that the loss does not hold."""
+    group, now, sent = dist.new_group([0, 1]), Event(), Event()
+
+    def save() -> None:
+        now.wait()
+        dist.barrier(group)
+        sent.set()
+
+    def loss(z: Tensor) -> Tensor:
+        now.set()
+        assert sent.wait(60)
+        return z.mean()
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(save)
+        return float(cz.DistributedLoss(loss, check_distinct=False)(torch.ones(2, D)))
+
+
+def sized() -> list[float]:
+    """Losses that have a world_size and gather nothing: of this library in a user's module, and in FSDP."""
+    inside, in_fsdp = nn.Sequential(later(cz.KoLeo(), world_size=2)), nn.Sequential(cz.KoLeo())
+    in_fsdp = FullyShardedDataParallel(in_fsdp, device_id=torch.device("cpu"))
+    return [float(cz.DistributedLoss(loss)(numbers(3, D, seed=dist.get_rank()))) for loss in (inside, in_fsdp)]
 
 
 def held_graph() -> float:
@@ -285,6 +340,9 @@ def nested() -> float:
 
 def test_who_sees_how_many_ranks(worlds: Worlds) -> None:
     assert worlds.run(2, held_graph) == [2, 2]
+    assert worlds.run(2, beside_another_thread) == [1, 1]
+    koleo = float(cz.KoLeo()(torch.cat([numbers(3, D, seed=rank) for rank in range(2)])))
+    assert worlds.run(2, sized) == [[pytest.approx(koleo)] * 2] * 2
     assert worlds.run(2, nested) == [pytest.approx(0, abs=1e-12)] * 2
 
 

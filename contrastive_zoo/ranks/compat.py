@@ -3,8 +3,9 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from datetime import timedelta
 from threading import Lock
 from typing import Any, cast
 
@@ -52,18 +53,19 @@ plain_results: Any = torch._C.DisableTorchFunctionSubclass
 _c10d: Any = dist.distributed_c10d
 
 
-def messages_of(group: dist.ProcessGroup) -> int:
-    """How many collectives this process has begun in a group; 0 with a backend that does not count them."""
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # torch's stub lacks it
-    except RuntimeError:
-        return 0
+def messages_by_group() -> dict[dist.ProcessGroup, int]:
+    """How many collectives this process has begun in each of its groups whose backend counts them."""
+    result = dict[dist.ProcessGroup, int]()
+    for group in [*_c10d._world.pg_map]:
+        with suppress(RuntimeError):
+            result[group] = int(group._get_sequence_number_for_group())
+    return result
 
 
 def group_of_one(of: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new process group of this process alone, with the backends of another; nothing is sent."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stub lacks it
-    named = {"group_name": "one process", "timeout": _c10d.default_pg_timeout}
+    named = {"group_name": "one process", "timeout": timedelta(seconds=waiting_time(of))}
     backends = dist.get_backend_config(of)
     # beside a default group NCCL would split its communicator, which all ranks do together
     with default_group(None):

@@ -76,11 +76,13 @@ class LossCall:
         bare, named = without_ddp(self.loss), self.named
         if isinstance(bare, nn.Module) and (problem := split_problem(bare)) is not None:
             return problem
-        made_for = 1 if isinstance(bare, Loss) else getattr(bare, "world_size", 1)
-        if world.size > 1 and is_integer(made_for, at_least=2):
-            # as open_clip's, which would look for the ranks' samples here
-            words = "its world_size is 1, since it gets the samples of all ranks at once"
-            return f"{words}, got {made_for}. Construct it for one process."
+        parts = bare.named_modules() if isinstance(bare, nn.Module) else [("", bare)]
+        for path, part in parts if world.size > 1 else ():
+            # as open_clip's, which would look for the ranks' samples here; FSDP and losses of this library do not
+            gathers_nothing = isinstance(part, Loss) or type(part).__module__.startswith("torch.")
+            if is_integer(made_for := getattr(part, "world_size", 1), at_least=2) and not gathers_nothing:
+                words = f"its {f'{path}.world_size'.lstrip('.')} is 1, since it gets the samples of all ranks at once"
+                return f"{words}, got {made_for}. Construct it for one process."
         if named.get("ref_emb") is not None and (problem := references_problem(bare)):
             return f"it is wrong for other references than its batch: {problem}"
         indices = named.get("indices_tuple")
