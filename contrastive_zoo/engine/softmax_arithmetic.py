@@ -114,7 +114,7 @@ class ExactSums:
 
     def add(self, total: Tensor, s: Tensor, dim: int) -> None:
         top = s.amax(dim, keepdim=True)
-        top.masked_fill_(top == -torch.inf, 0)
+        top.masked_fill_(top.isinf(), 0)
         sums = (s - top).exp2_().sum(dim)
         torch.logaddexp2(total, sums.log2_().add_(top.squeeze(dim)), out=total)
 
