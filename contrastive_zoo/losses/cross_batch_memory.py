@@ -166,18 +166,17 @@ class CrossBatchMemory(Loss, no_ring=NO_RING_OF_A_MEMORY):
         partners = Gathered([second], 8 if labelled else row)
         written: list[Entry] = [Gathered([first], row), partners] if labelled else [partners]
         written += [Gathered(mask, 1)] * (1 + labelled) if mask else []
+        of_loss: list[Entry] = []  # every rank computes a loss from elsewhere of what it has received with the step
         if way == "candidates":
             block_loss = loss.block_loss(Batch({}, {}, stated.settings.members[0]))
             blocks = blocks_of(block_loss, [first], memory, reduction=loss.reduction, watched=loss.may_draw)
-            of_loss: list[Entry] = [blocks, *([Summed(8)] if mask else [])]
+            of_loss = [blocks, *([Summed(8)] if mask else [])]
         elif way == "sharded negatives":
             keys = stated.inputs.rows[second]
             inputs = loss.inputs(stated.inputs.rows[first], keys, negatives=keys[:0])
             inner = CallInputs(loss_name(loss), inputs, stated.settings.members[0], needs=loss.needs(inputs))
             names = dict(zip(inputs.rows, (first, second), strict=False))
             of_loss = [Member(None, names, [_against(memory, x) for x in loss.entries(inner)])]
-        else:  # every rank gathers both and computes the loss
-            of_loss = [Gathered([first], row), partners, Summed(8)]
         return [*of_loss, *(written if self.training else [])]
 
     def compute(self, batch: Batch) -> Tensor:
@@ -223,7 +222,9 @@ class CrossBatchMemory(Loss, no_ring=NO_RING_OF_A_MEMORY):
         needs = super().needs(inputs)
         if self._way() == "sharded negatives":
             return needs._replace(engine=self.loss.engine, no_kernel=self.loss.no_kernel)  # type: ignore[attr-defined]  # a Loss
-        return needs._replace(engine="rows" if self._is_own() else "other")
+        if self._is_own():
+            return needs._replace(engine="rows")
+        return needs._replace(engine="other", split=None, whole="every rank compares all samples with its memory")
 
     def split_reason(self) -> str | None:
         reductions = [getattr(x, "reduction", None) for x in self.modules()]
