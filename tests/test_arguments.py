@@ -118,6 +118,27 @@ def test_equal_labels_warn_once_at_the_second_call_in_a_row(worlds: Worlds) -> N
         assert silent == [[]] * 4
 
 
+def test_views_one_after_the_other_warn_once_beside_labels_or_a_teacher(worlds: Worlds) -> None:
+    """Passages of a query do not, whose query is trained, too; nor does a role. One of three ranks has no samples."""
+
+    def job() -> list[list[str]]:
+        n = 2 * (dist.get_rank() != 1)
+        few, many, labels = z(n, seed=9).requires_grad_(), z(6 * n).requires_grad_(), torch.arange(n)
+        calls = (
+            (many, labels),
+            (many.detach(), labels),
+            (many, few.detach()),
+            (few, many),
+            (few.detach(), many.detach()),
+        )
+        of_calls = [warned(*[partial(called, *x)] * 2, file=__file__) for x in calls]
+        return [*of_calls, warned(partial(called, many, labels, batch_dim={"z": 0}))]
+
+    for found in worlds.run(3, job):
+        assert [len(texts) for texts in found] == [1, 1, 1, 0, 0, 0]
+        assert_says(found[0][0], "z has 6 rows for each row of other … view after view … batch_dim={'z': 0}")
+
+
 def test_ranks_of_one_model_are_left_out_by_their_group(worlds: Worlds) -> None:
     def job() -> float:
         with groups([0, 2], [1, 3]) as of_data:

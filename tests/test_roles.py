@@ -49,6 +49,14 @@ class Views(Scaled):
         return ((self.scale * z @ z.T).log_softmax(1) * same).sum(1).mean()
 
 
+class Halves(Scaled):
+    """Two views in one tensor [2n, d], which a function of both joins: in rank order the first half is no view."""
+
+    def forward(self, *views: Tensor) -> Tensor:
+        a, b = F.normalize(torch.cat(views)).chunk(2)
+        return F.cross_entropy(self.scale * a @ b.T, torch.arange(len(a)))
+
+
 class Stacks(Scaled):
     """Two stacks of views, of which one has its samples last, and a weight a sample."""
 
@@ -79,6 +87,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[..., Any], dict[str, Any]]] =
     "a queue in a dict": (Relations, lambda a, b, p: (a, b, {"queue": p}), {"shared": ["memory"]}),
     "a path": (Relations, lambda a, b, p: (a, b, {"queue": p}), {"shared": {"memory['queue']"}}),
     "views": (Views, lambda a, b, p: (stack(a, b), a.detach()[:, 0].sign().long()), {"batch_dim": {"views": 1}}),
+    "views, joined in the loss": (Halves, lambda a, b, p: (a, b), {}),
     "stacks": (Stacks, lambda a, b, p: ([stack(a, b), stack(b)], a[:, 0]), {"batch_dim": {"crops": 1}}),
     "both": (
         Stacks,
@@ -86,6 +95,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[..., Any], dict[str, Any]]] =
         {"batch_dim": {"crops[0]": 1, "crops[1]": 1, "weights": 0}},
     ),
 }
+
+WRONG = {"views in one tensor": (Halves, lambda a, b, p: (torch.cat([a, b]),), {})}
 
 TRAININGS = [[(3, 4), (2, 5), (4, 4), (5, 0), (0, 3)], [(2, 0, 3), (3, 3, 3), (0, 4, 1)]]
 
@@ -98,7 +109,7 @@ def gradients(value: Tensor, model: Sequence[Tensor]) -> list[Tensor]:
 
 def errors(name: str, training: Sequence[Sequence[int]], trainer: Any, **options: Any) -> list[float]:
     """Errors of value and of the gradients of an encoder, of shared prototypes and of the loss's parameter."""
-    make, call, roles = CASES[name]
+    make, call, roles = (CASES | WRONG)[name]
     loss, alone = cz.DistributedLoss(make(), grad_reduction=trainer, **(options or roles)), make()
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
     for step, shards in enumerate(training):
@@ -125,7 +136,8 @@ def test_roles_are_one_process(name: str, training: Any, trainer: str, worlds: W
 
 def test_without_roles_the_numbers_are_wrong(worlds: Worlds) -> None:
     """The control: explicit rows of dimension 0 compute what the roles are there to prevent."""
-    for name, rows in [("prototypes", "prototypes"), ("a queue in a dict", "memory")]:
+    of_first = {"prototypes": "prototypes", "a queue in a dict": "memory", "views in one tensor": "views"}
+    for name, rows in of_first.items():
         (found, *_) = worlds.run(2, errors, name, [(4, 4)], "mean", batch_dim={rows: 0})
         assert found[0] > 1e-3, name
         if name == "prototypes":  # a target over a queue that stands there twice only adds log 2

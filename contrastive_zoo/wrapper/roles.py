@@ -129,6 +129,23 @@ def role_problem(
     return None
 
 
+def views_warning(
+    rows: Mapping[str, Tensor], counts: Mapping[str, tuple[int, ...]], without_role: Collection[str]
+) -> str | None:
+    """Return that trained rows may stand view after view: several of them for each row of others, none of them trained.
+
+    Beside labels or a teacher that is so. The passages of a query, which stand one after the other, are trained with it.
+    """
+    trained = [path for path, x in rows.items() if x.requires_grad]
+    trained = trained or [path for path, x in rows.items() if x.dtype in DIFFERENTIABLE]
+    of_trained = {sum(counts[path]) for path in trained}
+    for path, other in itertools.product(trained, rows):
+        many, few = sum(counts[path]), sum(counts[other])
+        if path in without_role and few not in of_trained and 0 < few < many and _pair(counts[path], counts[other]):
+            return _VIEWS.format(path=path, quoted=repr(path), other=other, count=many // few)
+    return None
+
+
 def row_numbers_problem(rows: Mapping[str, Tensor], without_role: Collection[str]) -> str | None:
     """Return which integers are this rank's row numbers, going by their name or because they permute all rows, or None."""
     for path in rows if without_role else ():
@@ -158,7 +175,7 @@ def _lists(paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _pair(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Return whether there are k rows of one for each of the other's on every rank, as of views in one tensor."""
+    """Return whether there are k rows of one for each of the other's on every rank, as of passages and queries."""
     least, most = sorted((first, second), key=sum)
     return [*most] == [sum(most) // max(sum(least), 1) * x for x in least]
 
@@ -180,6 +197,13 @@ _STACK = (
     "{path} {shape} on rank 0 may hold {shape[0]} samples or {count}: no vector or matrix beside it has as many rows. For a "
     "stack of views [V, N, D] pass DistributedLoss(loss, batch_dim={{{quoted}: 1}}). batch_dim={{{quoted}: 0}} says that "
     "dimension 0 counts samples."
+)
+
+_VIEWS = (
+    "{path} has {count} rows for each row of {other}, and the loss gets them rank by rank, which is right if the rows of a "
+    "sample stand one after the other. If each rank's stand view after view, pass each view as an argument and join them in "
+    "the loss, DistributedLoss(lambda view1, view2: loss(torch.cat([view1, view2]))). batch_dim={{{quoted}: 0}} says that "
+    "those of a sample stand one after the other."
 )
 
 _LABELS = re.compile("label|target|class|^y$")

@@ -33,7 +33,7 @@ from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, u
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import CallHistory, join_problem
 from contrastive_zoo.wrapper.loss_call import NOT_WHOLE, LossCall
-from contrastive_zoo.wrapper.roles import NO_ROLES, role_problem, row_numbers_problem
+from contrastive_zoo.wrapper.roles import NO_ROLES, role_problem, row_numbers_problem, views_warning
 
 T = TypeVar("T")
 
@@ -300,6 +300,8 @@ class ThirdPartyStep(DistributedStep):
         numbered = [path for path, numbers in equal.items() if path in without_role and numbers == REPEATED]
         for path in self.history.equal_again(numbered):
             warn_once(f"{self.name}: {_EQUAL_AGAIN.format(path=path, quoted=repr(path))}")
+        if (warning := views_warning(self.rows, counts, without_role)) is not None:
+            warn_once(f"{self.name}: {warning}")
         return choose("", FROM_ELSEWHERE, Situation(self.session.size, payload=agreed.payload is not None))
 
     def statement(self) -> Statement:
