@@ -41,6 +41,8 @@ EDITS: Mapping[str, Edit] = {
     "equal shards": lambda parts: parts[:1] * len(parts),
     "last shard reversed": lambda parts: [*parts[:-1], parts[-1].flip(0)],
     "all shards reversed": _by_rank(lambda x, rank: x.flip(0)),
+    "two shards exchanged": lambda parts: [parts[0], parts[2], parts[1], *parts[3:]],
+    "two samples exchanged": lambda parts: [parts[0][[1, 0, *range(2, len(parts[0]))]], *parts[1:]],
 }
 
 

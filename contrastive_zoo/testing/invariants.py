@@ -253,6 +253,24 @@ def same_messages(trial: Trial) -> None:
                 raise Broken(f"message {position} of rank {rank} is {actual}; rank 0's: {expected}")
 
 
+@invariant(catches="views joined first")
+def same_value_in_any_order(trial: Trial) -> None:
+    """The value of a loss of one tensor stays the same if two samples, or two blocks of 48, change places.
+
+    When it fails, the loss pairs samples by their place in the tensor, as the first half of the rows with the second, and
+    pairs the wrong ones on several ranks. Applies only to losses of one tensor: labels or further tensors make pairs.
+    """
+    # a block holds whole groups of 2, 3, 4, 6, 8, 12, 16, 24 or 48 rows, and a sample stays in its group
+    case, batch = trial.case, replace(trial.batch, shards=(48,) * 4)
+    whole = Trial(case, batch, trial.worlds, trial.tolerance)
+    is_of_one = case.call == "views" and case.views == 1 and trial.world_size > 1
+    require(is_of_one and not whole.no_reference(), "labels or several tensors make pairs, or one process raises")
+    expected = whole.on_one_process().value
+    exchanged = [whole.on_one_process(Plan(edit=f"two {x} exchanged")).value for x in ("shards", "samples")]
+    nearest = min(exchanged, key=lambda x: abs(x - expected))
+    close(trial, nearest, expected, "after an exchange of samples one process returns", "before it")
+
+
 def _trained(trial: Trial, plan: Plan) -> list[list[Outcome]]:
     is_training = trial.world_size > 1 and len(trial.training) >= MIN_STEPS
     require(is_training, "there is one rank only, or one process raises, or is not finite, at most steps")
@@ -297,7 +315,9 @@ CONTRACT = (
 
 # the most basic first
 STEP_INVARIANTS = (*CONTRACT, gradients_accumulate, scales_with_grad_output, same_state, finite_at_extremes)
-TRAINING_INVARIANTS = (same_at_later_steps, same_random_numbers, same_sharded_gradient, same_messages)
+TRAINING_INVARIANTS = (
+    *(same_at_later_steps, same_random_numbers, same_sharded_gradient, same_messages, same_value_in_any_order),
+)
 INVARIANTS = (*STEP_INVARIANTS, *TRAINING_INVARIANTS)  # all invariants, of one step and of a training
 OF_BACKWARD = (gradients_accumulate, scales_with_grad_output)  # those that several further passes test
 # those that do not compare the random numbers of ranks with those of one process

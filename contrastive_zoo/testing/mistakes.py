@@ -14,7 +14,7 @@ NOT_RECOGNISED = "not recognised"  # name of the diagnosis of evidence that fits
 # Invariants by each of which one mistake is known
 OUTSIDE_THE_CONTRACT = (
     *("scales_with_grad_output", "gradients_accumulate", "finite_at_extremes", "same_random_numbers"),
-    *("same_at_later_steps", "same_sharded_gradient", "same_messages"),
+    *("same_at_later_steps", "same_sharded_gradient", "same_messages", "same_value_in_any_order"),
 )
 COMPETING = 2  # explanations that are shown besides the best one
 

@@ -148,10 +148,17 @@ recipe("mask without offset", mistake="mask without offset")(partial(_Local, all
 recipe("local negatives", mistake="local negatives")(DenseInfoNCE)
 
 
+def _of_halves(both: Tensor) -> Tensor:
+    view1, view2 = F.normalize(both, dim=1).chunk(2)
+    return symmetric_cross_entropy(3.0 * view1 @ view2.T)
+
+
 @loss_recipe("views split wrongly", mistake="views split wrongly")
 def _split_in_half(view1: Tensor, view2: Tensor) -> Tensor:
-    both = all_gather(F.normalize(torch.cat([view1, view2]), dim=1))
-    return symmetric_cross_entropy(3.0 * both[: len(both) // 2] @ both[len(both) // 2 :].T)
+    return _of_halves(all_gather(torch.cat([view1, view2])))
+
+
+recipe("views joined first", mistake="views split wrongly", views=1)(lambda: DistributedLoss(_of_halves))
 
 
 @loss_recipe("own rank first", mistake="own rank first", call="labels")

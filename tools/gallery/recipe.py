@@ -30,10 +30,11 @@ class Recipe:
     grad_reduction: GradReduction
     about: str
     library: str = ""  # another library that it needs, by the name under which it is imported
+    views: int = 2
 
     @property
     def case(self) -> Case:
-        return Case(partial(make, self.name), self.call, self.grad_reduction, name=self.name)
+        return Case(partial(make, self.name), self.call, self.grad_reduction, self.views, self.name)
 
 
 GALLERY: dict[str, Recipe] = {}
@@ -56,13 +57,14 @@ def recipe(
     grad_reduction: GradReduction = "mean",
     is_loss: bool = False,
     library: str = "",
+    views: int = 2,
 ) -> Callable[[T], T]:
     """Register a function in the gallery: it is the loss, or it returns the loss."""
 
     def register(function: T) -> T:
         make = (lambda: function) if is_loss else function
         recipes = PEERS if library else GALLERY
-        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], library)
+        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], library, views)
         return function
 
     return register
