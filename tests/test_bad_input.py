@@ -84,6 +84,10 @@ class Drawing(cz.RowLoss):
         return (similarity * negative).sum(1), negative.any(1)
 
 
+def for_ranks(number: int) -> Mining:
+    return later(Mining(), world_size=number)
+
+
 class Prototypes(nn.Module):
     """A third-party loss that computes with a DTensor, too."""
 
@@ -289,12 +293,8 @@ BETWEEN: dict[str, Callable[[], Any]] = {
     "z: NaN": lambda: wrapped(Phases(), torch.view_as_complex(numbers(2, 3, 2, seed=rank())) / torch.arange(3)),
     "scale has norm": lambda: wrapped(turned(), torch.view_as_complex(numbers(2, 3, 2, seed=rank()))),
     # of the loss
-    "Mining: its world_size is 1 … got 2. Construct it for one process": lambda: wrapped(
-        later(Mining(), world_size=2), z(), y()
-    ),
-    "Sequential: rank 1: its 0.world_size is 1 … got 3": lambda: wrapped(
-        nn.Sequential(later(Mining(), world_size=last(3, 1))), z()
-    ),
+    "Mining: its world_size is 1 … got 2. Construct it for one process": lambda: wrapped(for_ranks(2), z(), y()),
+    "Sequential: rank 1: its 0.world_size is 1 … got 2": lambda: wrapped(nn.Sequential(for_ranks(last(2, 1))), z()),
     "the loss's grad_reduction": lambda: wrapped(Powered(last("b", "a")), z(), torch.tensor(0.5)),
     "parameters": lambda: wrapped(Powered(scale=last(3.0, 2.0)), z(), torch.tensor(0.5)),
     "temperature has norm … a module that is a setting must return the same number on every rank": lambda: wrapped(

@@ -5,7 +5,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Barrier
 from typing import Any
 from unittest.mock import patch
 
@@ -195,12 +195,11 @@ def raises(z: Tensor) -> Tensor:
 class Holding(nn.Module):
     def __init__(self, group: Any) -> None:
         super().__init__()
-        self.groups = {"of the samples": group}
+        self.group = group
 
     def forward(self, z: Tensor) -> Tensor:
-        (group,) = self.groups.values()
-        dist.all_reduce(z.detach().sum(0), group=group)
-        dist.barrier(group)
+        dist.all_reduce(z.detach().sum(0), group=self.group)
+        dist.barrier(self.group)
         return z.square().mean()
 
 
@@ -243,8 +242,9 @@ def among_some() -> list[str | None]:
     """Refusals where ranks 0 and 1 share a batch: of WORLD, and of a group of 0 and 2, as tensor parallelism has them."""
     z, found = numbers(3, D, seed=dist.get_rank()), list[str | None]()
     with groups([0, 1], [2]) as of_batch, groups([0, 2], [1]) as across:
-        for held in (dist.group.WORLD, across):
-            loss_fn = cz.DistributedLoss(Holding(held), process_group=of_batch)
+        of_class: Any = type("Late", (Holding,), {"group": dist.group.WORLD, "__init__": nn.Module.__init__})
+        for loss in (of_class(), Holding(across)):
+            loss_fn = cz.DistributedLoss(loss, process_group=of_batch)
             found.append(error_message(lambda loss_fn=loss_fn: loss_fn(z)))
     return found
 
@@ -257,29 +257,19 @@ def test_only_a_group_that_joins_ranks_of_the_batch_is_refused(worlds: Worlds) -
 
 
 def beside_another_thread() -> float:
-    """The loss of ones while another thread sends by a group that the loss does not hold."""
-    group, now, sent = dist.new_group([0, 1]), Event(), Event()
-
-    def save() -> None:
-        now.wait()
-        dist.barrier(group)
-        sent.set()
-
-    def loss(z: Tensor) -> Tensor:
-        now.set()
-        assert sent.wait(60)
-        return z.mean()
-
+    """The mean of ones while another thread sends by a group that the loss does not hold."""
+    group, turn = dist.new_group([0, 1]), Barrier(2, timeout=60)
     with ThreadPoolExecutor(1) as other:
-        other.submit(save)
-        return float(cz.DistributedLoss(loss, check_distinct=False)(torch.ones(2, D)))
+        other.submit(lambda: [turn.wait(), dist.barrier(group), turn.wait()])
+        loss_fn = cz.DistributedLoss(lambda z: [turn.wait(), turn.wait(), z.mean()][-1], check_distinct=False)
+        return float(loss_fn(torch.ones(2, D)))
 
 
 def sized() -> list[float]:
     """Losses that have a world_size and gather nothing: of this library in a user's module, and in FSDP."""
-    inside, in_fsdp = nn.Sequential(later(cz.KoLeo(), world_size=2)), nn.Sequential(cz.KoLeo())
-    in_fsdp = FullyShardedDataParallel(in_fsdp, device_id=torch.device("cpu"))
-    return [float(cz.DistributedLoss(loss)(numbers(3, D, seed=dist.get_rank()))) for loss in (inside, in_fsdp)]
+    in_fsdp = FullyShardedDataParallel(nn.Sequential(cz.KoLeo()), device_id=torch.device("cpu"))
+    losses = nn.Sequential(later(cz.KoLeo(), world_size=2)), in_fsdp
+    return [float(cz.DistributedLoss(loss)(numbers(3, D, seed=dist.get_rank()))) for loss in losses]
 
 
 def held_graph() -> float:
