@@ -39,7 +39,8 @@ class LossEvidence(Evidence):
             self.uneven = self._compared(UNEVEN)
             self.one_sided = self._compared(ONE_SIDED)
         except RankError as error:
-            self.failure = self._kind(error)
+            if not any(x.no_reference() for x in self._trials.values()):
+                self.failure = self._kind(error)
         if self.measured is not None:
             self.option = self.measured.grad_reduction
             self.calls_in_backward = any(x.is_of_floats for x in self.measured.backward)
@@ -80,7 +81,7 @@ class LossEvidence(Evidence):
             self.equal_parameters, self.equal_tensors = map(_are_equal, starts)
             if not (self.equal_parameters and self.equal_tensors):
                 return ["start"]
-        if not self.comparisons:
+        if self.failure is not None and not self.comparisons:
             return ["failure"]
         if not self.every(lambda x: x.has_values(1.0)):
             return ["value"]

@@ -74,7 +74,7 @@ class Wrapper(nn.Module):
 
 
 class DistributedLoss(Wrapper, Generic[R]):
-    """Compute any loss on the embeddings of all ranks, with the value and gradients that one process would give.
+    """Compute any loss on the embeddings of all ranks, with the value and gradients of one process.
 
     Called as ``loss`` is, with this rank's samples. Shards may be uneven or empty. Let L be the loss of all samples:
 
@@ -86,7 +86,7 @@ class DistributedLoss(Wrapper, Generic[R]):
     ``loss_fn.temperature`` is that of ``loss``.
 
     Args:
-        loss: any module or function of tensors whose dimension 0 counts samples.
+        loss: any module or function of tensors, one for each view, whose dimension 0 counts samples.
         miner: ``miner(embeddings, labels)``; its result becomes ``indices_tuple``.
         prefer_native: replace a third-party loss by this library's, if it has the same formula; optimize this module's
             ``parameters()``, because class weights may be copied.

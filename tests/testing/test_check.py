@@ -286,6 +286,15 @@ def test_a_loss_that_does_not_return_cannot_be_checked_and_is_no_hang_of_a_colle
         assert diagnose(evidence).mistake == "no answer"
 
 
+def test_a_probe_that_one_process_cannot_compute_is_no_failure_of_ranks(impatient: Worlds) -> None:
+    def of_four_views(features):
+        a, b, c, d = features.view(4, -1, 3)
+        return (a * b - c * d).square().sum()
+
+    case = Case(lambda: cz.DistributedLoss(of_four_views), "views", views=1)
+    assert diagnose(LossEvidence(case, ["same_value_in_any_order"], impatient)).mistake == "views split wrongly"
+
+
 def test_mistakes_predict_facts_that_can_be_compared() -> None:
     predicted = {fact for of_stage in SIGNATURES.values() for facts in of_stage.values() for fact in facts}
     with_factor = {fact for fact in FACTS if re.search("exactly| times ", fact)}  # also of factors of no mistake
