@@ -119,7 +119,7 @@ def test_equal_labels_warn_once_at_the_second_call_in_a_row(worlds: Worlds) -> N
 
 
 def test_views_one_after_the_other_warn_once_beside_labels_or_a_teacher(worlds: Worlds) -> None:
-    """Passages of a query do not, whose query is trained, too; nor does a role. One of three ranks has no samples."""
+    """Passages of a query do not, whose query is trained, too; nor do rows with labels, or a role. A rank has no samples."""
 
     def job() -> list[list[str]]:
         n = 2 * (dist.get_rank() != 1)
@@ -131,11 +131,13 @@ def test_views_one_after_the_other_warn_once_beside_labels_or_a_teacher(worlds: 
             (few, many),
             (few.detach(), many.detach()),
         )
-        of_calls = [warned(*[partial(called, *x)] * 2, file=__file__) for x in calls]
+        of_calls = [
+            warned(*[partial(called, *x)] * 2, file=__file__) for x in (*calls, (many, labels, labels.repeat(6)))
+        ]
         return [*of_calls, warned(partial(called, many, labels, batch_dim={"z": 0}))]
 
     for found in worlds.run(3, job):
-        assert [len(texts) for texts in found] == [1, 1, 1, 0, 0, 0]
+        assert [len(texts) for texts in found] == [1, 1, 1, 0, 0, 0, 0]
         assert_says(found[0][0], "z has 6 rows for each row of other … view after view … batch_dim={'z': 0}")
 
 

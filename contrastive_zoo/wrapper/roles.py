@@ -132,17 +132,19 @@ def role_problem(
 def views_warning(
     rows: Mapping[str, Tensor], counts: Mapping[str, tuple[int, ...]], without_role: Collection[str]
 ) -> str | None:
-    """Return that trained rows may stand view after view: several of them for each row of others, none of them trained.
+    """Return that trained rows may stand view after view: there are several for each label, or for each row of a teacher.
 
-    Beside labels or a teacher that is so. The passages of a query, which stand one after the other, are trained with it.
+    The passages of a query, which stand one after the other, are trained with it; rows with a label each need no place.
     """
     trained = [path for path, x in rows.items() if x.requires_grad]
     trained = trained or [path for path, x in rows.items() if x.dtype in DIFFERENTIABLE]
-    of_trained = {sum(counts[path]) for path in trained}
-    for path, other in itertools.product(trained, rows):
-        many, few = sum(counts[path]), sum(counts[other])
-        if path in without_role and few not in of_trained and 0 < few < many and _pair(counts[path], counts[other]):
-            return _VIEWS.format(path=path, quoted=repr(path), other=other, count=many // few)
+    others = [path for path in rows if path not in trained]
+    many = [path for path in trained if path in without_role and counts[path] not in map(counts.get, others)]
+    few = [path for path in others if counts[path] not in map(counts.get, trained)]
+    for path, other in itertools.product(many, few):
+        count = sum(counts[path]) // max(1, sum(counts[other]))
+        if count > 1 and _pair(counts[path], counts[other]):
+            return _VIEWS.format(path=path, quoted=repr(path), other=other, count=count)
     return None
 
 
