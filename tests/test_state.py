@@ -232,11 +232,13 @@ class Failure(NamedTuple):
 FAILURES = {
     "a refused batch": Failure(refused, STATEFUL, damage=moved_first),
     "a failed reduction": Failure(fails_last, LAST, damage=moved_first),
-    "a failed inner loss": Failure(fails_inside, INNER, damage=stores_first),
+    "a failed inner loss": Failure(
+        fails_inside, INNER, damage=stores_first, without=["contrastive_zoo.wrapper.step.state_kept_on_error"]
+    ),
     "a failed term": Failure(
         lambda loss, of: cz.DistributedLoss(cz.WeightedSum([loss, Raising()]), check_distinct=False)(*of.values()),
         STATEFUL,
-        without=["contrastive_zoo.losses.compositions.state_kept_on_error"],
+        without=[f"contrastive_zoo.{place}.state_kept_on_error" for place in ("losses.compositions", "wrapper.step")],
     ),
 }
 
