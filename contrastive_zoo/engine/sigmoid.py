@@ -122,7 +122,7 @@ class _Sweep(Sweep):
             else:
                 block = _Block(self.operand(left), max(self.column_shards.sizes), scale, bias, learns, weights)
             parts = self._parts(block, exchange)
-            # a kernel's are a view of those of all ranks, which would be kept until the backward pass
+            # a kernel returns one tensor for all ranks, all of which a view would keep until the backward pass
             dcandidates = next(parts).clone() if self.on_kernel else next(parts)
             self.complete(exchange, dcandidates if learns else None, parts)
         danchors = block.danchors

@@ -3,8 +3,8 @@
 ``transform`` changes a tile of logits in place, ``add`` accumulates it over a dimension, ``log`` turns accumulators into
 log-sum-exps in nats, ``coefficients`` prepares their :func:`statistics` for ``weights``, which computes G of a tile.
 
-Logits of a tile are in bits, log₂ e times those in nats: on a CPU with MKL ``torch.exp2`` takes a quarter of the time of
-``torch.exp``, and a hundredth where results are denormal, as at a temperature of 0.01.
+Logits of a tile are in bits: log₂ e times those in nats. On a CPU with MKL, ``torch.exp2`` takes a quarter of the time of
+``torch.exp``. Where results are denormal, as at a temperature of 0.01, it takes a hundredth.
 """
 
 import functools

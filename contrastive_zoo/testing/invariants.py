@@ -257,8 +257,8 @@ def same_messages(trial: Trial) -> None:
 def same_value_in_any_order(trial: Trial) -> None:
     """The value of a loss of one tensor stays the same if two samples, or two blocks of 48, change places.
 
-    When it fails, the loss pairs samples by their place in the tensor, as the first half of the rows with the second, and
-    pairs the wrong ones on several ranks. Applies only to losses of one tensor: labels or further tensors make pairs.
+    When it fails, the loss pairs samples by their place in the tensor, for example the first half with the second. On
+    several ranks it then pairs the wrong ones. Applies only to losses of one tensor: labels or further tensors make pairs.
     """
     # a block holds whole groups of 2, 3, 4, 6, 8, 12, 16, 24 or 48 rows, and a sample stays in its group
     case, batch = trial.case, replace(trial.batch, shards=(48,) * 4)

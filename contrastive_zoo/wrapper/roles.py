@@ -202,10 +202,10 @@ _STACK = (
 )
 
 _VIEWS = (
-    "{path} has {count} rows for each row of {other}, and the loss gets them rank by rank, which is right if the rows of a "
-    "sample stand one after the other. If each rank's stand view after view, pass each view as an argument and join them in "
-    "the loss, DistributedLoss(lambda view1, view2: loss(torch.cat([view1, view2]))). batch_dim={{{quoted}: 0}} says that "
-    "those of a sample stand one after the other."
+    "{path} has {count} rows for each row of {other}. The loss gets them rank by rank, which is wrong if they stand view "
+    "after view: then pass each view as an argument and join them in the loss, "
+    "DistributedLoss(lambda view1, view2: loss(torch.cat([view1, view2]))). If the rows of a sample stand one after the "
+    "other, say so: batch_dim={{{quoted}: 0}}."
 )
 
 _LABELS = re.compile("label|target|class|^y$")
