@@ -37,7 +37,7 @@ _RESULTS = {
     "value": (
         "its last value must be equal on all ranks, but rank 0 found {first:.9g} and rank {rank} found {second:.9g}. Look "
         "for unequal parameters (torch.manual_seed(0) before you construct the loss) or a number in a closure or a global. "
-        "Its own random generator, and operations that are not deterministic, differ too. check_equal=False turns this "
+        "A generator of its own, and operations that are not deterministic, differ too. check_equal=False turns this "
         "check off."
     ),
     "sample": (
